@@ -17,7 +17,7 @@ from acmoe.lab.study.evidence.claims import CLAIMS, Claim
 from acmoe.lab.study.evidence.page import evidence_markdown, read_all
 from acmoe.lab.study.evidence.rows import Row, differences, evidence_rows
 from acmoe.lab.study.evidence.runs import runs_markdown
-from acmoe.lab.study.evidence.short import headline, longest, short_markdown
+from acmoe.lab.study.evidence.short import headline, long_runs, short_markdown
 from acmoe.lab.study.registry import STUDIES
 from acmoe.lab.study.results.difference_curves import difference_curve
 from acmoe.lab.study.results.pooled import (
@@ -236,7 +236,7 @@ def test_a_row_that_compares_another_model_than_the_paper_s_names_both(
 def test_the_page_and_the_readme_are_those_of_the_records(recorded: list[Row]) -> None:
     page = (ROOT / "docs" / "evidence.md").read_text()
     readme = (ROOT / "README.md").read_text()
-    assert f"**{headline(recorded)}**\n\n{longest(recorded)}" in page, (
+    assert f"**{headline(recorded)}**\n\n{long_runs(recorded)}" in page, (
         "run acmoe study --evidence docs/evidence.md"
     )
     assert evidence_markdown(recorded, ["studies/figures/evidence.svg"]) in page

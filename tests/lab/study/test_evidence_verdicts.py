@@ -12,7 +12,7 @@ from test_evidence import CLAIM, record
 from acmoe.lab.study.evidence.claims import CLAIMS
 from acmoe.lab.study.evidence.page import evidence_markdown
 from acmoe.lab.study.evidence.rows import Row, evidence_rows
-from acmoe.lab.study.evidence.short import headline, longest, short_markdown
+from acmoe.lab.study.evidence.short import headline, long_runs, short_markdown
 from acmoe.lab.study.results.pooled import PooledDifference
 
 
@@ -203,7 +203,7 @@ def test_a_loss_is_told_from_a_gain_that_is_too_small() -> None:
         assert (
             "gain (1 of them also excludes zero, on the side of a loss)," in headline([row])
         ) == loss
-        assert ("paper's -5.00%, and zero, on the side of a loss." in longest([row])) == loss
+        assert ("paper's -5.00%, and zero, on the side of a loss." in long_runs([row])) == loss
     points = replace(CLAIM, settings=("a",), plain=70.0, adaptive=72.0, unit="points")
     (row,) = evidence_rows([points], {"long": pairs([-1.0, -1.1, -0.9])})
     assert (row.verdict, row.is_loss) == ("refuted", True)
@@ -238,20 +238,25 @@ def test_two_declared_pairs_end_in_cannot_tell() -> None:
     assert "published" in text.split("## Cannot tell")[1].split("\n## ")[0]
 
 
-def test_the_longest_runs_have_one_line_for_each_claim() -> None:
-    """Four pairs that exclude the paper's -5 %, and three of four declared ones; b is shorter."""
-    size = "1,000 steps of 200 tokens"  # 20 % of the paper's million
-    long = [line | {"size": size} for line in pairs([0.2, 0.0, 0.0, 0.2], "a")]
-    short = pairs([0.2, 0.0, 0.0, 0.2], "b")
-    claims = [replace(CLAIM, settings=("a",), declared=4), replace(CLAIM, settings=("b",))]
-    text = longest(evidence_rows(claims, {"long": long + short}))
-    assert text.startswith("The longest runs have 20.0% of the paper's training.")
-    (line,) = re.findall("^- .*$", text, re.MULTILINE)
-    assert line.startswith("- bits (a): +0.10% [")
-    assert line.endswith("]; the interval of 4 pairs excludes the paper's -5.00%.")
-    text = longest(evidence_rows(claims[:1], {"long": long[:-2]}))
+def test_long_runs_have_one_line_for_each_claim() -> None:
+    """Runs of 20% and of 5% of the paper's training have lines, those of less have none."""
+    sizes = {"a": 200, "b": 50, "c": 49}  # tokens a step, of 1,000 steps and the paper's million
+    records = [
+        line | {"size": f"1,000 steps of {tokens} tokens"}
+        for setting, tokens in sizes.items()
+        for line in pairs([0.2, 0.0, 0.0, 0.2], setting)
+    ]
+    claims = [replace(CLAIM, settings=(setting,), declared=4) for setting in sizes]
+    text = long_runs(evidence_rows(claims, {"long": records}))
+    assert text.startswith("The lines below have the runs with at least 5% of the paper's")
+    first, second = re.findall("^- .*$", text, re.MULTILINE)
+    assert first.startswith("- bits (a, 20.0%): +0.10% [")
+    assert second.startswith("- bits (b, 5.0%): +0.10% [")
+    assert first.endswith("]; the interval of 4 pairs excludes the paper's -5.00%.")
+    three = [line for line in records if line["setting"] == "a"][:-2]
+    text = long_runs(evidence_rows(claims[:1], {"long": three}))
     assert "; no verdict yet, 3 of 4 declared pairs (the paper -5.00%)." in text
-    assert longest(evidence_rows(claims, {})) == ""
+    assert long_runs(evidence_rows(claims, {})) == ""
 
 
 def test_two_pairs_are_shown_as_shares_of_their_own_plain_runs() -> None:

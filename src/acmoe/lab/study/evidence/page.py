@@ -1,7 +1,7 @@
 """Write the evidence page: one sentence, one table, three lists and one figure, from the records.
 
 A page has some of four generated sections, each between its markers: `evidence-headline` (the
-sentence, and a line for each of the longest runs), `evidence` (table, figure and lists),
+sentence, and a line for each of the long runs), `evidence` (table, figure and lists),
 `evidence-short` (the README's sentence and rows) and `runs` (all studies and the number of their
 runs).
 """
@@ -17,7 +17,7 @@ from acmoe.lab.study.evidence.figure import save_effects
 from acmoe.lab.study.evidence.own_ideas import MEANINGS, own_ideas
 from acmoe.lab.study.evidence.rows import Row, Verdict, evidence_rows
 from acmoe.lab.study.evidence.runs import runs_markdown
-from acmoe.lab.study.evidence.short import headline, longest, short_markdown
+from acmoe.lab.study.evidence.short import headline, long_runs, short_markdown
 from acmoe.lab.study.evidence.words import (
     counted_text,
     diverged_text,
@@ -76,7 +76,7 @@ def write_evidence(page: Path, records: Path, images: Path) -> list[Path]:
         if figure.suffix == ".svg"
     ]
     contents = {
-        HEADLINE: lambda: f"**{headline(rows)}**\n\n{longest(rows)}",
+        HEADLINE: lambda: f"**{headline(rows)}**\n\n{long_runs(rows)}",
         SECTION: lambda: evidence_markdown(rows, shown),
         SHORT: lambda: short_markdown(rows),
         RUNS: lambda: runs_markdown(records),

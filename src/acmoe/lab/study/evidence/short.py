@@ -1,4 +1,4 @@
-"""The answer in short: a sentence from all rows, the longest runs, three rows for the README."""
+"""The answer in short: a sentence from all rows, the long runs, three rows for the README."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +14,8 @@ from acmoe.lab.study.evidence.words import (
     share_text,
 )
 from acmoe.lab.study.results.markdown import table
+
+LONG = 0.05  # share of the paper's training from which a run is called long
 
 # The README's name for a row, and the study, condition and setting that choose the row.
 Shown = tuple[str, tuple[str, str, str]]
@@ -67,27 +69,26 @@ def headline(rows: Sequence[Row]) -> str:
     return "; ".join(parts) + "."
 
 
-def longest(rows: Sequence[Row]) -> str:
-    """Return a line for each claim of the paper in the longest runs; empty without any run."""
-    found = [
+def long_runs(rows: Sequence[Row]) -> str:
+    """Return a line for each claim of the paper in long runs; empty without any such run."""
+    shown = [
         row
         for row in rows
-        if row.claim.effect is not None and row.verdict not in ("never run", "secondary")
+        if row.claim.effect is not None
+        and row.verdict not in ("never run", "secondary")
+        and (row.share or 0.0) >= LONG
     ]
-    share = max((row.share or 0.0 for row in found), default=0.0)
-    shown = [row for row in found if row.share == share]
     if not shown:
         return ""
     lines = [
-        f"- {row.claim.title.replace(', long runs', '')} ({row.setting}): {interval_text(row)}; "
-        f"{_answer(row)}."
+        f"- {row.claim.title.replace(', long runs', '')} ({row.setting}, {share_text(row)}): "
+        f"{interval_text(row)}; {_answer(row)}."
         for row in shown
     ]
     return (
-        f"The longest runs have {share_text(shown[0])} of the paper's training. Differences are "
-        "the adaptive router minus the plain one; below zero is better:\n\n"
-        + "\n".join(lines)
-        + "\n"
+        f"The lines below have the runs with at least {100 * LONG:.0f}% of the paper's training; "
+        "the brackets name the setting and that share. Differences are the adaptive router minus "
+        "the plain one; below zero is better:\n\n" + "\n".join(lines) + "\n"
     )
 
 
