@@ -196,9 +196,25 @@ def test_the_cells_of_a_study_can_be_listed_without_running_them(capsys, monkeyp
     code, out, _ = call(capsys, *arguments)
     assert code == 0
     *cells, total = out.splitlines()
-    assert total == f"{len(cells)} cells"
+    left = f"{len(cells)} cells: 0 done, 0 failed, {len(cells)} left"
+    assert total == f"{left} (studies/records/synthetic.jsonl)"
     assert all("/ smoe / seed" in cell for cell in cells)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_list_says_how_each_cell_ended_last(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    setting = ("--settings", "layers 1", "--only", "smoe", "--seeds", "0", "1", "2")
+    _, out, _ = call(capsys, "synthetic", "--list", *setting)
+    first, second, _ = (line.split()[0] for line in out.splitlines()[:3])
+    ends = [(first, "failed"), (second, "failed"), (first, "done")]  # the first was run again
+    lines = [json.dumps({"digest": digest, "status": status}) for digest, status in ends]
+    Path("some.jsonl").write_text("\n".join(lines) + "\n")
+    code, out, _ = call(capsys, "synthetic", "--list", "--out", "some.jsonl", *setting)
+    assert code == 0
+    *cells, total = out.splitlines()
+    assert [line.split()[1] for line in cells] == ["done", "failed", "left"]
+    assert total == "3 cells: 1 done, 1 failed, 1 left (some.jsonl)"
 
 
 def test_a_missing_ray_is_named_before_any_data_is_prepared(capsys, monkeypatch, tmp_path):

@@ -1,6 +1,9 @@
-"""examples/read_run.py reads any run of bytes, and examples/vision_attack.py attacks its images."""
+"""Examples that read a run, attack images, and compare a router of their own."""
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +92,27 @@ def test_both_routers_learn_and_lose_accuracy_under_attack():
     for row in found.values():
         assert row["clean"] > 40  # by chance 20
         assert row["pgd"] < row["clean"]
+
+
+def test_a_router_of_one_s_own_is_compared_and_has_the_balance_loss(tmp_path):
+    """In a process of its own: the script adds its study to the library's table of studies."""
+    script = [sys.executable, str(ROOT / "examples" / "own_study.py")]
+    small = ("--steps", "2", "--tokens", "512", "--megabytes", "0.2", "--seeds", "0")
+    subprocess.run([*script, *small, "--only", "adaptive-tempered"], check=True)
+    (record,) = map(json.loads, Path("studies/records/tempered.jsonl").read_text().splitlines())
+    assert (record["study"], record["condition"], record["status"]) == (
+        *("tempered", "adaptive-tempered"),
+        "done",
+    )
+    assert record["config"]["model"]["router"]["base"] == {"name": "tempered", "start": 1.0}
+    balance = (
+        "import own_study, acmoe, torch\n"
+        "router = own_study.TemperedConfig()\n"
+        "moe = acmoe.MoE(dim=4, hidden=4, num_experts=2, top_k=2, router=router)\n"
+        "print(moe(torch.randn(6, 4))[1].aux_loss.item())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", balance], cwd=ROOT / "examples", capture_output=True, check=True
+    )
+    # With both of two experts chosen by every token: 0.01 * 2 * sum of 1/2 * P_e = 0.01.
+    assert float(found.stdout) == pytest.approx(0.01)

@@ -79,7 +79,7 @@ class Study:
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
     list: bool = False
-    """List the studies, or the cells of one study, and stop."""
+    """List the studies, or the cells of one study and which of them --out has, and stop."""
     summarise: bool = False
     """Write the study's tables into the page, draw its figures, and stop."""
     evidence: Path | None = None
@@ -117,7 +117,7 @@ class Study:
 
             ray_library()  # raises where it is missing, before any data is prepared
         cells = self._cells()
-        return _list_cells(cells) if self.list else self._run(cells)
+        return self._list(cells) if self.list else self._run(cells)
 
     def _check_run(self) -> None:
         """Raise for what cannot be run, before any data is prepared."""
@@ -178,6 +178,19 @@ class Study:
             materials = Materials(data=data, work=work, progress=progress)
             cells = study.cells(materials, size, seeds, self.settings)
         return seeds_major(choose(cells, self.only, self.settings))
+
+    def _list(self, cells: "Sequence[Cell]") -> int:
+        """Print the cells, each with how it ended in the results; "left" has not run."""
+        from acmoe.lab.study.results.records import latest, read_results
+
+        records = read_results(self._results) if self._results.is_file() else []
+        ends = {record["digest"]: record["status"] for record in latest(records)}
+        found = [ends.get(cell.digest, "left") for cell in cells]
+        for cell, end in zip(cells, found, strict=True):
+            print(f"{cell.digest}  {end:6}  {cell.name}  ({cell.size})")
+        counts = ", ".join(f"{found.count(end)} {end}" for end in ("done", "failed", "left"))
+        print(f"{len(cells)} cells: {counts} ({self._results})")
+        return 0
 
     def _run(self, cells: "Sequence[Cell]") -> int:
         from acmoe.lab.study.environment import study_environment
@@ -278,11 +291,4 @@ def _list_studies() -> int:
     for name, study in STUDIES.items():
         table.add_row(name, str(study.seeds), study.question)
     Console().print(table)
-    return 0
-
-
-def _list_cells(cells: "Sequence[Cell]") -> int:
-    for cell in cells:
-        print(f"{cell.digest}  {cell.name}  ({cell.size})")
-    print(f"{len(cells)} cells")
     return 0

@@ -17,7 +17,7 @@ from acmoe.lab.study.evidence.claims import CLAIMS, Claim
 from acmoe.lab.study.evidence.page import evidence_markdown, read_all
 from acmoe.lab.study.evidence.rows import Row, differences, evidence_rows
 from acmoe.lab.study.evidence.runs import runs_markdown
-from acmoe.lab.study.evidence.short import headline, long_runs, short_markdown
+from acmoe.lab.study.evidence.short import answer, headline, long_runs, short_markdown
 from acmoe.lab.study.registry import STUDIES
 from acmoe.lab.study.results.difference_curves import difference_curve
 from acmoe.lab.study.results.pooled import (
@@ -206,8 +206,12 @@ def test_the_command_writes_the_page(
     text = page.read_text()
     assert text.startswith("words\n")
     assert f"| {setting} | +0.07% [" in text  # 0, 0.001 and 0.002; 0.001 of 1.51
-    assert "**At the lengths of training that were run here, 0 of 0 comparisons exclude" in text
-    assert "1 more has fewer pairs than declared, and no verdict yet.**" in text
+    assert (
+        "**Not known: no comparison has an interval and all pairs declared before its runs.**"
+        in text
+    )
+    assert " At the lengths of training that were run here, 0 of 0 comparisons exclude" in text
+    assert "1 more has fewer pairs than declared, and no verdict yet.\n" in text
     assert "| bytes, long runs, balance 0.01, bits per byte | +0.07% [" in text
     assert "| words, short runs, Switch-small, perplexity | no figures | -3.26% | 0 |  |" in text
     assert (tmp_path / "figures" / "evidence.svg").is_file()
@@ -236,7 +240,7 @@ def test_a_row_that_compares_another_model_than_the_paper_s_names_both(
 def test_the_page_and_the_readme_are_those_of_the_records(recorded: list[Row]) -> None:
     page = (ROOT / "docs" / "evidence.md").read_text()
     readme = (ROOT / "README.md").read_text()
-    assert f"**{headline(recorded)}**\n\n{long_runs(recorded)}" in page, (
+    assert f"**{answer(recorded)}** {headline(recorded)}\n\n{long_runs(recorded)}" in page, (
         "run acmoe study --evidence docs/evidence.md"
     )
     assert evidence_markdown(recorded, ["studies/figures/evidence.svg"]) in page
@@ -262,7 +266,7 @@ def test_the_headline_counts_the_lines_of_the_pages_lists() -> None:
     refuted, unknown, supported, interim = map(
         lines, ("Refuted", "Cannot tell", "In favour", "Interim")
     )
-    sentence = page.split("evidence-headline:begin -->")[1].split("\n\n")[1]
+    sentence = page.split("evidence-headline:begin -->")[1].split("\n\n")[1].split("** ")[1]
     numbers = [int(number) for number in re.findall(r"\d+", sentence)]
     total = refuted + unknown + supported
     smaller = page.count(", which the interval excludes as too large\n")

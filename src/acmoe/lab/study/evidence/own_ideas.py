@@ -3,7 +3,12 @@
 from collections.abc import Sequence
 
 from acmoe.lab.study.evidence.rows import Row, Verdict
-from acmoe.lab.study.evidence.words import counted_text, diverged_text, interval_text
+from acmoe.lab.study.evidence.words import (
+    command_text,
+    counted_text,
+    diverged_text,
+    interval_text,
+)
 
 HEADING = "## Ideas of our own"
 # The verdict in the words of the declaration (docs/studies/long.md), and what it means.
@@ -47,6 +52,8 @@ def _line(row: Row) -> str:
     found = ""
     if row.has_runs:
         found = f" {interval_text(row)} ({counted_text(row)}){diverged_text(row)}."
+    if row.interim or not row.has_runs:
+        found += f" `{command_text(claim, [row.setting])}` makes the missing runs."
     title = claim.title.removeprefix("our own idea: ")
     declared = f" The test was [declared before its runs]({claim.declaration})."
     return (

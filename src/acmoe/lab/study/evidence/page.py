@@ -1,8 +1,8 @@
-"""Write the evidence page: one sentence, one table, three lists and one figure, from the records.
+"""Write the evidence page: the answer, one table, three lists and one figure, from the records.
 
 A page has some of four generated sections, each between its markers: `evidence-headline` (the
-sentence, and a line for each of the long runs), `evidence` (table, figure and lists),
-`evidence-short` (the README's sentence and rows) and `runs` (all studies and the number of their
+answer, and a line for each of the long runs), `evidence` (table, figure and lists),
+`evidence-short` (the README's answer and rows) and `runs` (all studies and the number of their
 runs).
 """
 
@@ -17,8 +17,9 @@ from acmoe.lab.study.evidence.figure import save_effects
 from acmoe.lab.study.evidence.own_ideas import MEANINGS, own_ideas
 from acmoe.lab.study.evidence.rows import Row, Verdict, evidence_rows
 from acmoe.lab.study.evidence.runs import runs_markdown
-from acmoe.lab.study.evidence.short import headline, long_runs, short_markdown
+from acmoe.lab.study.evidence.short import answer, headline, long_runs, short_markdown
 from acmoe.lab.study.evidence.words import (
+    command_text,
     counted_text,
     diverged_text,
     effect_text,
@@ -59,7 +60,11 @@ LISTS: tuple[tuple[str, tuple[Verdict, ...], str], ...] = (
         ("secondary",),
         "All declared pairs are there, and the comparison was declared as not decisive.",
     ),
-    ("## Never run", ("never run",), "Declared in a study, no pair of runs yet."),
+    (
+        "## Never run",
+        ("never run",),
+        "Declared in a study, no pair of runs yet. The command of each line makes the runs.",
+    ),
 )
 
 
@@ -76,7 +81,7 @@ def write_evidence(page: Path, records: Path, images: Path) -> list[Path]:
         if figure.suffix == ".svg"
     ]
     contents = {
-        HEADLINE: lambda: f"**{headline(rows)}**\n\n{long_runs(rows)}",
+        HEADLINE: lambda: f"**{answer(rows)}** {headline(rows)}\n\n{long_runs(rows)}",
         SECTION: lambda: evidence_markdown(rows, shown),
         SHORT: lambda: short_markdown(rows),
         RUNS: lambda: runs_markdown(records),
@@ -184,7 +189,10 @@ def _list(rows: Sequence[Row]) -> str:
     lines = [f"- {row.claim.title}: {row.setting}{_in_words(row)}" for row in rows if row.has_runs]
     never = [row for row in rows if not row.has_runs]
     for title, group in groupby(never, lambda row: row.claim.title):
-        lines.append(f"- {title}: {'; '.join(row.setting for row in group)}")
+        found = list(group)
+        settings = [row.setting for row in found]
+        command = command_text(found[0].claim, settings)
+        lines.append(f"- {title}: {'; '.join(settings)}; `{command}`")
     return "\n".join(lines)
 
 
@@ -194,7 +202,11 @@ def _in_words(row: Row) -> str:
         paper += ", which the interval excludes as too large"
     if row.verdict == "refuted" and row.is_loss:
         paper += "; the interval also excludes zero, on the side of a loss"
-    return f", {interval_text(row)} ({counted_text(row)}){paper}{diverged_text(row)}"
+    missing = f"; `{command_text(row.claim, [row.setting])}` makes the missing runs"
+    return (
+        f", {interval_text(row)} ({counted_text(row)}){paper}{diverged_text(row)}"
+        f"{missing if row.interim else ''}"
+    )
 
 
 def _cells(row: Row) -> list[str]:

@@ -1,4 +1,4 @@
-"""The answer in short: a sentence from all rows, the long runs, three rows for the README."""
+"""The answer in short: two sentences from all rows, the long runs, rows for the README."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -44,6 +44,28 @@ SHOWN: tuple[tuple[Shown, ...], ...] = (
         ),
     ),
 )
+
+
+def answer(rows: Sequence[Row]) -> str:
+    """Say whether a comparison that was declared before its runs shows a gain.
+
+    Rows without an interval, such as those of two declared pairs, cannot show one: they are not
+    counted.
+    """
+    verdicts = [
+        row.verdict
+        for row in rows
+        if row.claim.effect is not None and row.claim.declared is not None
+    ]
+    ended = [one for one in verdicts if one in ("refuted", "undecided", "supported")]
+    if not ended:
+        return "Not known: no comparison has an interval and all pairs declared before its runs."
+    gains = ended.count("supported")
+    have = "1 comparison has" if len(ended) == 1 else f"{len(ended)} comparisons have"
+    found = f"{have} an interval and all the pairs that were declared before the runs, and"
+    if not gains:
+        return f"Not shown: {found} none of them shows a gain."
+    return f"{found} {gains} of them {_verb('show', gains)} a gain."
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -109,12 +131,13 @@ def _verb(verb: str, number: int) -> str:
 
 
 def short_markdown(rows: Sequence[Row]) -> str:
-    """Return the sentence and the table of the README."""
+    """Return the sentences and the table of the README."""
     header = (
         *("setting", "adaptive minus plain, 95% interval", "the paper", "n"),
         "training, share of the paper's",
     )
-    return f"{headline(rows)}\n\n{table(header, [_cells(rows, one) for one in SHOWN])}\n"
+    shown = table(header, [_cells(rows, one) for one in SHOWN])
+    return f"**{answer(rows)}** {headline(rows)}\n\n{shown}\n"
 
 
 def _cells(rows: Sequence[Row], candidates: Sequence[Shown]) -> list[str]:

@@ -1,5 +1,8 @@
 """Put a row of the evidence page into words: its interval, its pairs, its effect."""
 
+from collections.abc import Sequence
+
+from acmoe.lab.study.evidence.claims import Claim
 from acmoe.lab.study.evidence.rows import Row
 
 
@@ -44,6 +47,15 @@ def diverged_text(row: Row) -> str:
         return ""
     counts = zip(row.diverged, (row.claim.condition, row.claim.baseline), strict=True)
     return f"; runs that diverged: {', '.join(f'{n} {name}' for n, name in counts)}"
+
+
+def command_text(claim: Claim, settings: Sequence[str]) -> str:
+    """Return the command that makes the declared runs of a claim; it skips those in the records."""
+    names = " ".join(f'"{setting}"' for setting in settings)
+    pairs = range(claim.declared or 0)  # no number was declared: the study's own seeds
+    seeds = " ".join(["", "--seeds", *map(str, pairs)]) if pairs else ""
+    only = f"--only {claim.baseline} {claim.condition}"
+    return f"acmoe study {claim.study} --data DATA --settings {names} {only}{seeds}"
 
 
 def share_text(row: Row) -> str:
