@@ -244,7 +244,9 @@ def _show(analysis: "Analysis") -> None:
     routing = Table(
         *ROUTING, title="load (std in points), entropies (bits), stability; AC: adaptive"
     )
-    space = Table(*SPACE, title="router inputs, plain > rescaled; own: part of log M by cluster")
+    space = Table(
+        *SPACE, title="router inputs, plain -> rescaled; own: share of log M's variance by cluster"
+    )
     for number, layer in enumerate(analysis.layers, start=1):
         routing.add_row(*routing_row(number, layer))
         space.add_row(*space_row(number, layer))
