@@ -99,6 +99,7 @@ class SoftMoE(Layer):
         return y_BLD if x.dim() == 3 else y_BLD.view(x.shape), state
 
     def run_experts(self, slot_BSD: Tensor) -> Tensor:
+        """Return the experts' outputs (B, S, D); each expert reads its own P slots."""
         B, S, D = slot_BSD.shape
         per_expert = S // self.num_experts
         slot_EBPD = slot_BSD.view(B, self.num_experts, per_expert, D).transpose(0, 1)

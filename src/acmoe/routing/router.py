@@ -85,9 +85,10 @@ class Router(Layer):
 
     @property
     def loss_group(self) -> str:
-        """Name of the processes over whose tokens this call's balance loss is; "" for this one.
+        """Return the name of the process group over whose tokens the balance loss is computed.
 
-        An evaluation takes its own tokens: one process may evaluate while the others wait.
+        "" stands for this process alone. An evaluation takes its own tokens, so that one process
+        may evaluate while the others wait.
         """
         return self.balance_group if self.training else ""
 
