@@ -82,9 +82,9 @@ class SoftMoE(Layer):
 
         state: from the SoftMoE layer before; None in the first one.
         """
+        state = self.router.state_for(x, state)
         check_dim(x, self.dim)
         check_token_mask(x, token_mask)
-        state = self.router.state_for(x, state)
         x_BLD, mask_BL = (x, token_mask) if x.dim() == 3 else as_one_sequence(x, token_mask)
         x_BLD = blank(x_BLD, mask_BL)
         with without_autocast(x):

@@ -213,7 +213,7 @@ def check_num_tokens(state: RoutingState, x: Tensor) -> None:
     if state.assignment.shape[0] != num_tokens:
         raise UserError(
             f"state.assignment has shape {tuple(state.assignment.shape)}; x has {num_tokens} "
-            "tokens: pass the state of the same tokens, or leave it out to begin anew"
+            "tokens: pass the state of the same tokens, or none in the first MoE layer"
         )
 
 
@@ -236,6 +236,8 @@ def check_state(
     num_tokens, dim = count_tokens(x), x.shape[-1]
     if state.assignment.shape == (num_tokens, mix) and state.scale.shape == (num_clusters, dim):
         return
+    if state.assignment.dim() == 2:
+        check_num_tokens(state, x)
     check(
         state.assignment.shape == (num_tokens, mix),
         f"state.assignment has shape {tuple(state.assignment.shape)}; {num_tokens} tokens and "
