@@ -207,7 +207,9 @@ def check_unused(option: str, value: object, where: str) -> None:
     """Raise if an option is set that does not apply."""
     from acmoe.errors import check
 
-    check(value is None or value is False, f"{option}={value} does not apply to {where}")
+    check(
+        value is None or value is False, f"{option}={value} does not apply to {where}; leave it out"
+    )
 
 
 def _explorer(sampled: "Sampled", analysis: "Analysis", folder: Path) -> list[str]:

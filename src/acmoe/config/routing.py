@@ -96,8 +96,8 @@ class AdaptiveConfig(WithMovedFields):
 
     M weights each feature by 1/s, where s is the spread of the token's cluster on that feature.
     `statistics` selects the tokens over which s is measured, `measure` how, and `base` the router
-    that reads the rescaled tokens. Comments beside the fields explain each; the page of configs in
-    the documentation lists them. `AdaptiveConfig.preset("paper")` has the paper's choices.
+    that reads the rescaled tokens. Comments in the source, which are also the page of configs,
+    explain every field. `AdaptiveConfig.preset("paper")` has the paper's choices.
     """
 
     name: ClassVar[str] = "adaptive"
