@@ -3,6 +3,12 @@
 >>> import torch, acmoe
 >>> moe = acmoe.MoE(dim=8, hidden=16, num_experts=4, top_k=2, router="adaptive")
 >>> y, state = moe(torch.randn(5, 8))
+
+MoE, MoEFFN, MoEStack, SoftMoE      layers, and containers that pass the routing state along
+build_router, AdaptiveConfig, ...   routers alone, and their options
+create_model, load, save            the paper's models
+attach, calibrate, detach           adaptive routers in models of transformers (needs acmoe[hf])
+dispersion, cluster_scale           the equations of the paper as functions
 """
 
 import importlib

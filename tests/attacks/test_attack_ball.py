@@ -73,7 +73,7 @@ def test_the_seed_decides_the_start() -> None:
 
 
 def test_images_outside_their_range_or_of_another_type_are_refused() -> None:
-    with pytest.raises(UserError, match="an image lies outside the range"):
+    with pytest.raises(UserError, match="numbers of the images lie outside the bounds"):
         Ball(torch.full((1, 3, 2, 2), 1.5), 0.1, (torch.zeros(1), torch.ones(1)))
     with pytest.raises(UserError, match=r"images of torch\.float64; attacks work in float32"):
         Ball(torch.zeros(1, 3, 2, 2, dtype=torch.float64), 0.1)

@@ -44,7 +44,7 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(method, capsys, mon
 
     code, out, err = call(capsys, *command)
     assert code == 0, err
-    assert "0 cells were there, 2 done, 0 failed, 0 left" in out
+    assert "0 cells had a record, 2 done, 0 failed, 0 not started" in out
     lines = [
         json.loads(line) for line in Path("studies/records/bytes.jsonl").read_text().splitlines()
     ]
@@ -58,7 +58,7 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(method, capsys, mon
 
     code, out, _ = call(capsys, *command)
     assert code == 0
-    assert "2 cells were there, 0 done" in out
+    assert "2 cells had a record, 0 done" in out
 
     Path("other.md").write_text("mine\n")
     other = ("--page", "other.md", "--pictures", "none")

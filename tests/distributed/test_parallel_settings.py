@@ -32,7 +32,7 @@ def config(*settings: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("parallel.data=3",), "batch=4 streams in split=2 micro-batches cannot be dealt"),
+        (("parallel.data=3",), "batch=4 streams in split=2 micro-batches cannot be divided"),
         ((TWO, "graph=true"), "graph=true replays the updates of one process"),
         ((TWO, "compile=true"), "compile=true has not been tried"),
         ((TWO, "device=cuda:0"), "is one device"),

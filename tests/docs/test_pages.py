@@ -58,7 +58,7 @@ def blocks_of(page: Path, language: str) -> list[Block]:
             setup = match["setup"]
             continue
         info = tuple(match["info"].split())
-        if info[:1] == (language,):
+        if info[:1] == (language,) or not (info or language):
             line = text.count("\n", 0, match.start("code")) - setup.count("\n")
             found.append(Block(info, setup + match["code"], line))
             setup = ""
@@ -111,14 +111,20 @@ def test_a_block_that_fails_names_its_page_and_line(tmp_path):
 
 
 def commands_of(page: Path) -> list[str]:
-    rows = "\n".join(block.code for block in blocks_of(page, "bash")).replace("\\\n", " ")
-    return [row for row in rows.splitlines() if row.startswith("acmoe ")]
+    """Return the arguments of each `acmoe` command of a page, also behind torchrun and settings."""
+    blocks = [*blocks_of(page, "bash"), *blocks_of(page, "")]
+    rows = "\n".join(block.code for block in blocks).replace("\\\n", " ").splitlines()
+    start = re.compile(r"(?:[A-Z_]+=\S+ )*acmoe (.*)|torchrun .* -m acmoe (.*)")
+    return [match[1] or match[2] for row in rows if (match := start.fullmatch(row))]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)], ids=named)
+STUDIES = sorted((ROOT / "studies").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", [p for p in (*PAGES, *STUDIES) if commands_of(p)], ids=named)
 def test_the_parser_accepts_the_commands_of_a_page(page):
     for row in commands_of(page):
-        command = parse(COMMANDS, shlex.split(row, comments=True)[1:])
+        command = parse(COMMANDS, shlex.split(row, comments=True))
         if isinstance(command, Train) and command.recipe:
             config = recipe(command.recipe)
             override = override_vision_run if isinstance(config, VisionRunConfig) else override_run

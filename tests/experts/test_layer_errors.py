@@ -116,10 +116,11 @@ CALLS = [
     ({"x": torch.zeros(6, 4).cfloat()}, r"x has dtype torch.complex64; pass floating-point"),
     ({"x": torch.zeros(6, 4).to(torch.float8_e4m3fn)}, r"x has dtype .*e4m3fn; pass .* 16 bits"),
     ({"x": torch.zeros(6, 4).to_sparse()}, r"x has layout torch.sparse_coo; pass x.to_dense\(\)"),
+    ({"x": np.zeros((6, 4))}, r"x is a ndarray; pass a torch tensor of hidden states"),
     ({"x": jagged()}, r"x is a nested tensor; pass .*token_mask"),
     ({"token_mask": torch.ones(3, 2) > 0}, r"token_mask has shape \(3, 2\); .* needs \(6,\)"),
     ({"token_mask": torch.ones(6).int()}, r"token_mask has dtype torch.int32; pass a bool"),
-    ({"state": fitting(num_tokens=7)}, r"assignment has shape \(7, 1\); 6 tokens .*identity"),
+    ({"state": fitting(num_tokens=7)}, r"assignment has shape \(7, 1\); x has 6 tokens: pass"),
     ({"state": fitting(mix=2)}, r"assignment has shape \(6, 2\); 6 tokens and mix=1"),
     ({"state": fitting(num_clusters=4)}, r"state.scale has 4 clusters; this router has 3"),
     ({"state": fitting(dim=8)}, r"state.scale has 8 features; the tokens have 4"),
@@ -147,7 +148,7 @@ def test_plain_layers_refuse_whole_numbers_which_experts_would_round_to_zero(rou
 
 @pytest.mark.parametrize("router", ["smoe", "cosine", "threshold"])
 def test_plain_layers_refuse_a_state_of_other_tokens_too(router):
-    with pytest.raises(UserError, match=r"has shape \(7, 1\); x has 6 tokens: .* leave it out"):
+    with pytest.raises(UserError, match=r"has shape \(7, 1\); x has 6 tokens: .* or none in"):
         MoE(**SIZES, router=router)(torch.zeros(6, 4), fitting(num_tokens=7))
 
 

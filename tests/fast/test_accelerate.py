@@ -299,7 +299,7 @@ def test_images_are_the_same_on_the_fast_path_and_hooks_fire_there() -> None:
     images = torch.randn(2, 3, 32, 32)
     expected = model(images).logits
     accelerate(model)
-    assert "GPU" in explain(model)  # the reason on a CPU
+    assert "CUDA device" in explain(model)  # the reason on a CPU
     calls = []
     for block in model.blocks:
         block.attention.qkv.register_forward_hook(lambda *_: calls.append(1))

@@ -13,8 +13,8 @@ from acmoe.hf.discovery import RouterStack, find_stacks
 
 # Remarks that `attach` does not log, because they concern no result that one would expect.
 REMARKS = {
-    "deepseek_v4": "routers that look up the experts of a token id (`DeepseekV4HashRouter`) only "
-    "tell their clusters",
+    "deepseek_v4": "routers that look up experts by token id (`DeepseekV4HashRouter`) are not "
+    "rescaled; their choices are the clusters of the next layer",
     "jetmoe": "only the router of the feed-forward experts; the attention's experts keep theirs",
     "llama4": "returns no ids; the first choice is the highest logit",
     "longcat_flash": "experts that copy their token are clusters of their own",

@@ -163,7 +163,7 @@ CALLS = [
         (
             router,
             {"state": RoutingState.identity(num_tokens=5, num_clusters=3, dim=4)},
-            r"state.assignment has shape \(5, 1\); 6 tokens and mix=1 need \(6, 1\)",
+            r"state.assignment has shape \(5, 1\); x has 6 tokens: pass the state of the same",
         )
         for router in ("adaptive", "random", AdaptiveConfig(statistics="prefix"))
     ),

@@ -94,7 +94,7 @@ def test_a_router_is_traced_by_torch_jit_which_makes_sizes_tensors():
     [
         (
             {"num_tokens": 5},
-            r"assignment has shape \(5, 1\); 6 tokens and mix=1 need \(6, 1\)",
+            r"assignment has shape \(5, 1\); x has 6 tokens: pass the state of the same tokens",
         ),
         ({"mix": 2}, r"state.assignment has shape \(6, 2\).*give the layer before"),
         ({"num_clusters": 3}, r"state.scale has 3 clusters; this router has 4"),

@@ -68,7 +68,7 @@ def _separation(analysis: Analysis) -> str:
 def _scale(analysis: Analysis) -> str:
     scales = [layer.scale for layer in analysis.layers if layer.scale is not None]
     if not scales:
-        return "scale: no layer reads its tokens in another one than the identity"
+        return "scale: M is the identity in every layer"
     rms = fmean(scale.rms_log for scale in scales)
     near = "near the identity" if rms < NEAR_IDENTITY else "not near the identity"
     own, shared = (
@@ -168,4 +168,4 @@ def _plain_and_scaled(
     if plain is None or scaled is None:
         return ""
     before = format(plain, style)
-    return f"{before} > {format(scaled, style)}" if layer.adaptive else before
+    return f"{before} -> {format(scaled, style)}" if layer.adaptive else before

@@ -27,8 +27,12 @@ class Ball:
         self.low, self.high = rounded_sum(x, -eps), rounded_sum(x, eps)
         if bounds is not None:
             least, greatest = bounds
-            outside = (x < least) | (x > greatest)
-            check(not bool(outside.any()), "an image lies outside the range it is to be kept in")
+            outside = int(((x < least) | (x > greatest)).sum())
+            check(
+                outside == 0,
+                f"{outside} numbers of the images lie outside the bounds of attacked images; "
+                "normalise the images as the bounds, or give no bounds",
+            )
             self.low, self.high = self.low.maximum(least), self.high.minimum(greatest)
 
     def project(self, x: Tensor) -> Tensor:

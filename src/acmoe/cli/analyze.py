@@ -207,7 +207,9 @@ def check_unused(option: str, value: object, where: str) -> None:
     """Raise if an option is set that does not apply."""
     from acmoe.errors import check
 
-    check(value is None or value is False, f"{option}={value} does not apply to {where}")
+    check(
+        value is None or value is False, f"{option}={value} does not apply to {where}; leave it out"
+    )
 
 
 def _explorer(sampled: "Sampled", analysis: "Analysis", folder: Path) -> list[str]:
@@ -244,7 +246,9 @@ def _show(analysis: "Analysis") -> None:
     routing = Table(
         *ROUTING, title="load (std in points), entropies (bits), stability; AC: adaptive"
     )
-    space = Table(*SPACE, title="router inputs, plain > rescaled; own: part of log M by cluster")
+    space = Table(
+        *SPACE, title="router inputs, plain -> rescaled; own: share of log M's variance by cluster"
+    )
     for number, layer in enumerate(analysis.layers, start=1):
         routing.add_row(*routing_row(number, layer))
         space.add_row(*space_row(number, layer))

@@ -21,7 +21,7 @@ ABOUT = (
     "`acmoe doctor` describes the installation."
 )
 
-# What to do instead of an option that a command does not have.
+# Advice for options that a command does not have.
 ADVICE = {"train": "; settings are written KEY=VALUE, such as steps=200"}
 
 

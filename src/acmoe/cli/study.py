@@ -220,8 +220,8 @@ class Study:
                     "command again to continue"
                 ) from None
         print(
-            f"{self.study}: {len(cells) - len(left)} cells were there, {tally.done} done, "
-            f"{tally.failed} failed, {tally.left} left for want of time ({self._results})"
+            f"{self.study}: {len(cells) - len(left)} cells had a record, {tally.done} done, "
+            f"{tally.failed} failed, {tally.left} not started for lack of time ({self._results})"
         )
         return 1 if tally.failed else 0
 

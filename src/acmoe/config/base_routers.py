@@ -139,7 +139,7 @@ class ThresholdConfig:
     name: ClassVar[str] = "threshold"
     threshold: float = 0.05  # least probability of a chosen expert
     learnable: bool = False  # learn the threshold
-    surrogate: Literal["sigmoid", "straight-through"] = "sigmoid"  # the gradient of p
+    surrogate: Literal["sigmoid", "straight-through"] = "sigmoid"  # the threshold's gradient
     temperature: float = 0.01  # width of the sigmoid surrogate, in units of probability
     bias: bool = False  # as in SMoEConfig
 

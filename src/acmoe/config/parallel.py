@@ -85,8 +85,9 @@ def check_parallel(run: ParallelRun, *, rows: str) -> None:
     with_data = str(run.parallel)
     check(
         run.batch % (run.split * size) == 0,
-        f"batch={run.batch} {rows} in split={run.split} micro-batches cannot be dealt to "
-        f"parallel.data={size} processes; use a multiple of {run.split * size}",
+        f"batch={run.batch} {rows} in split={run.split} micro-batches cannot be divided among "
+        f"parallel.data={size} processes; use a batch that is a multiple of {run.split * size}, "
+        "or another split",
     )
     ema = getattr(run, "ema", None)
     check(

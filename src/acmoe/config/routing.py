@@ -76,7 +76,7 @@ class RandomConfig:
     """The paper's ablation: a random scale, N(1, std) clipped at 0, drawn for each cluster."""
 
     name: ClassVar[str] = "random"
-    # What an adaptive router may choose, and a random scale has fixed.
+    # Options of an adaptive router that are fixed for a random scale.
     detach: ClassVar[bool] = True
     mean_over: ClassVar[str] = "all"
     base: BaseConfig = SMoEConfig()  # the router that reads the scaled tokens
@@ -92,7 +92,13 @@ class RandomConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveConfig(WithMovedFields):
-    """The adaptive clustering router: a base router that reads tokens rescaled by M."""
+    """The adaptive clustering router: a base router that reads tokens rescaled by M.
+
+    M weights each feature by 1/s, where s is the spread of the token's cluster on that feature.
+    `statistics` selects the tokens over which s is measured, `measure` how, and `base` the router
+    that reads the rescaled tokens. Comments in the source, which are also the page of configs,
+    explain every field. `AdaptiveConfig.preset("paper")` has the paper's choices.
+    """
 
     name: ClassVar[str] = "adaptive"
     # Fields that a model is built with; all others are read at every call.
@@ -245,10 +251,7 @@ class AdaptiveConfig(WithMovedFields):
         """
         from acmoe.config.presets import PRESETS
 
-        check(
-            name in PRESETS,
-            f"preset={name!r} is unknown; choose one of {', '.join(PRESETS)}",
-        )
+        check(name in PRESETS, f"preset={name!r} is unknown; choose one of {', '.join(PRESETS)}")
         return PRESETS[name]
 
     def overridden(self, **changes: Any) -> Self:

@@ -36,7 +36,8 @@ def from_document(document: object, kind: type[C], source: str) -> C:
         raise UserError(f"{source} is no JSON object; it was not written by acmoe")
     check(
         document.get("format") in READ,
-        f"{source} has format {document.get('format')!r}; this acmoe reads {READ}",
+        f"{source} has format {document.get('format')!r}; this acmoe reads {READ}: use the "
+        "version that wrote it",
     )
     check("config" in document, f"{source} lacks 'config'; it was not written by acmoe")
     return decode(document["config"], kind, source)
@@ -116,13 +117,15 @@ def _read_fields(value: dict[str, Any], kind: type[Any], source: str, where: str
     for key in value:
         check(
             key in types,
-            f"{source} has an unknown setting {inside}{key}; it was written by another version",
+            f"{source} has an unknown setting {inside}{key}; it was written by another version: "
+            "use that version of acmoe",
         )
     for field in fields(kind):
         needed = field.default is MISSING and field.default_factory is MISSING
         check(
             field.name in value or not needed,
-            f"{source} lacks the setting {inside}{field.name}; it was written by another version",
+            f"{source} lacks the setting {inside}{field.name}; it was written by another version: "
+            "use that version of acmoe",
         )
     content = {
         key: _read(item, types[key], source, f"{inside}{key}") for key, item in value.items()

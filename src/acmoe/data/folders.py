@@ -33,7 +33,9 @@ def build_folder(out: Path, build: Callable[[Path], None], done: Callable[[], bo
                     _build(out, build)
                     return True
     except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}") from error
+        raise UserError(
+            f"cannot write {out}: {error.strerror or error}; make room or choose another folder"
+        ) from error
     return False
 
 

@@ -15,7 +15,8 @@ def rank_rows(batch: int, *, rank: int, world_size: int, unit: str, split: int =
     check(batch >= 1, f"batch={batch} must be 1 or more {unit}")
     check(
         batch % (split * world_size) == 0,
-        f"batch={batch} {unit} cannot be dealt to world_size={world_size} ranks; use a multiple",
+        f"batch={batch} {unit} cannot be divided among world_size={world_size} ranks; use a "
+        f"multiple of {split * world_size}",
     )
     check(0 <= rank < world_size, f"rank={rank} must lie below world_size={world_size}")
     part, local = batch // split, batch // split // world_size

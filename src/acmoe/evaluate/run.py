@@ -70,7 +70,7 @@ class RunFolder:
             return found[-1]
         check(
             isinstance(best, dict) and type(best.get("step")) is int,
-            f"{found[-1] / STATE} has best={best!r}, which names no step; it is damaged",
+            f"{found[-1] / STATE} has best={best!r}, which names no step; use the last checkpoint",
         )
         return step_folder(found[-1].parent, best["step"])
 
@@ -198,7 +198,7 @@ def open_image_run(folder: Path | str) -> ImageRun:
 def run_kind(folder: Path | str) -> str:
     """Return the kind of a run from its config.json, `language-run` for language models."""
     path = Path(folder) / CONFIG
-    check(path.is_file(), f"{folder} is no run: {path} is missing; give a folder `train` wrote")
+    check(path.is_file(), f"{folder} is no run: {path} is missing; give a run of `acmoe train`")
     kind = read_json(path).get("kind", LANGUAGE_RUN)
     check(isinstance(kind, str), f"{path} is damaged: its kind is {kind!r}; restore it")
     return str(kind)

@@ -82,9 +82,9 @@ class SoftMoE(Layer):
 
         state: from the SoftMoE layer before; None in the first one.
         """
+        state = self.router.state_for(x, state)
         check_dim(x, self.dim)
         check_token_mask(x, token_mask)
-        state = self.router.state_for(x, state)
         x_BLD, mask_BL = (x, token_mask) if x.dim() == 3 else as_one_sequence(x, token_mask)
         x_BLD = blank(x_BLD, mask_BL)
         with without_autocast(x):
@@ -99,6 +99,7 @@ class SoftMoE(Layer):
         return y_BLD if x.dim() == 3 else y_BLD.view(x.shape), state
 
     def run_experts(self, slot_BSD: Tensor) -> Tensor:
+        """Return the experts' outputs (B, S, D); each expert reads its own P slots."""
         B, S, D = slot_BSD.shape
         per_expert = S // self.num_experts
         slot_EBPD = slot_BSD.view(B, self.num_experts, per_expert, D).transpose(0, 1)

@@ -30,8 +30,8 @@ def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
     dropout and router noise are off meanwhile.
 
     batches: tensors of token ids (B, L), or dicts of model inputs, with an attention_mask where
-    there is padding. Of several processes each passes its own batches, the same number of them: an
-    update is then by the tokens of all, as in training.
+    there is padding. With several processes, each passes its own batches, and all the same number;
+    an update then counts the tokens of all processes, as in training.
 
     >>> from transformers import MixtralConfig, MixtralForCausalLM
     >>> import acmoe

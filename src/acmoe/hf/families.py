@@ -195,7 +195,10 @@ def register_family(
     returns (ids, logits).
     """
     name = router if isinstance(router, str) else router.__name__
-    check(name.isidentifier(), f"router={name!r} is not the name of a class, such as 'MyRouter'")
+    check(
+        name.isidentifier(),
+        f"router={name!r} is not the name of a class; pass one, such as 'MyRouter'",
+    )
     FAMILIES[name] = Family(
         read=read or TupleReader(scores=scores, ids=ids),
         num_experts=num_experts,

@@ -9,9 +9,9 @@
 
 Hooks are objects whose modules are attributes: a closure would stay with the original model when
 the model is copied. A context is kept in a thread-local variable, so that threads can share a
-model, and for compiled code, which cannot read that, in an attribute of the router's part. Of the
-hooks of one call, some may be compiled and others not: Dynamo runs a function as it is where it
-has compiled it too often (`recompile_limit`), and somebody may compile a part of a layer.
+model, and for compiled code, which cannot read that, in an attribute of the router's part.
+Some hooks of a call may be compiled and others not: Dynamo runs a function uncompiled once it has
+compiled it too often (`recompile_limit`), and somebody may compile a part of a layer.
 """
 
 import inspect

@@ -61,7 +61,7 @@ def observed(stacks: Sequence[RouterStack], rows: Rows, *, tokens: int) -> Itera
 def called_stack(stacks: Sequence[RouterStack], calls: Calls) -> RouterStack:
     """Return the stack whose routers were called; raise unless it is one, and all of them."""
     reached = [one for one in stacks if any(found.name in calls for found in one.routers)]
-    check(bool(reached), "the forward pass called no MoE router of the model; there is none to see")
+    check(bool(reached), "the forward pass called no MoE router; analyze a model with MoE layers")
     if len(reached) > 1:
         names = ", ".join(one.name or type(one.stack).__name__ for one in reached)
         raise UserError(
@@ -72,7 +72,7 @@ def called_stack(stacks: Sequence[RouterStack], calls: Calls) -> RouterStack:
     if missing:
         raise UserError(
             f"{missing[0]} was not called in a forward pass over text; {len(missing)} of "
-            f"{len(reached[0].routers)} routers are left out by this model's call"
+            f"{len(reached[0].routers)} routers were left out: analyze a model that calls them all"
         )
     return reached[0]
 
@@ -117,8 +117,8 @@ class _Watch:
     def before(self, router: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         check(
             self.found.name not in self.calls,
-            f"{self.found.name} was called twice in one forward pass; its choices cannot be told "
-            "apart",
+            f"{self.found.name} was called twice in one forward pass; analyze a model whose layers "
+            "are called once",
         )
         x = _hidden_states(args, named)
         seen = x.numel() // x.shape[-1]

@@ -161,12 +161,16 @@ def _check_digest(weights: Path, digest: str, document: Mapping[str, Any]) -> No
 def _read_document(folder: Path) -> dict[str, Any]:
     """Read and check config.json."""
     file = folder / "config.json"
-    check(file.is_file(), f"{folder} holds no model: {file} is missing; give a folder save() wrote")
+    check(
+        file.is_file(),
+        f"{folder} holds no model: {file} is missing; give a folder acmoe.save wrote",
+    )
     document = read_sealed(file, fix="save the model again, or restore a copy")
     check(
         document.get("format") in READ,
         f"{file} has format {document.get('format')!r} (written by acmoe "
-        f"{document.get('acmoe', 'unknown')}); this acmoe {acmoe.__version__} reads {READ}",
+        f"{document.get('acmoe', 'unknown')}); this acmoe {acmoe.__version__} reads {READ}: use "
+        "the version that wrote it",
     )
     for key, kind in (("weights", str), ("sha256", str), ("family", str), ("model", dict)):
         check(
@@ -241,16 +245,16 @@ def _check_tensors(
         check(
             tensor.shape == wanted[name].shape,
             f"{source} has {name} of shape {tuple(tensor.shape)}; its config needs "
-            f"{tuple(wanted[name].shape)}",
+            f"{tuple(wanted[name].shape)}: {fix}",
         )
         same = tensor.dtype == wanted[name].dtype
         check(
             same or (tensor.is_floating_point() and wanted[name].is_floating_point()),
-            f"{source} has {name} of {tensor.dtype}; the model needs {wanted[name].dtype}",
+            f"{source} has {name} of {tensor.dtype}; the model needs {wanted[name].dtype}: {fix}",
         )
         check(
             not tensor.is_floating_point() or bool(tensor.isfinite().all()),
-            f"{source}: {name} holds NaN or infinity; this model cannot be used",
+            f"{source}: {name} holds NaN or infinity; use another checkpoint",
         )
 
 

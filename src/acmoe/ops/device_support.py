@@ -64,14 +64,16 @@ def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False
         return None
     on_gpu = device.type == "cuda"
     if not on_cpu and not on_gpu and requested() != "triton":
-        return "its kernel is for GPUs; Triton's interpreter has to be asked for by name"
+        if interpreting():
+            return "Triton's interpreter is slow; ACMOE_BACKEND=triton uses it"
+        return f"its kernels need a CUDA device, not {device.type}"
     if not installed("triton"):
         return "triton is not installed"
     if not on_gpu and not interpreting():
         return f"its kernels need a CUDA device, not {device.type}"
     nvidia = on_nvidia(device)
     if on_gpu and not nvidia and requested() != "triton":
-        return "its kernels have never run on an AMD GPU; ask for them by name to try"
+        return "its kernels have never run on an AMD GPU; ACMOE_BACKEND=triton tries them"
     if nvidia and _capability(device) < (8, 0):
         return "its kernels need compute capability 8.0 or newer"
     if not integers and x.dtype not in (torch.bfloat16, torch.float16, torch.float32):

@@ -1,4 +1,4 @@
-"""Whether autograd records what is computed from tensors."""
+"""Ask whether autograd records what is computed from tensors."""
 
 import torch
 from torch import Tensor

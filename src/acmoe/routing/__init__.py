@@ -1,1 +1,1 @@
-"""Routers map hidden states to experts. Start with adaptive.py: the paper in a hundred lines."""
+"""Routers map hidden states to experts. Start with adaptive.py, the paper's router."""

@@ -1,4 +1,4 @@
-"""The adaptive clustering router: the paper in about a hundred lines.
+"""The adaptive clustering router: the paper in about 130 lines.
 
 Tokens that chose the same expert at the previous MoE layer form a cluster. A cluster is tight along
 some features and loose along others; M_k = diag(1/s_1k, ..., 1/s_dk), scaled to mean one, stretches
@@ -6,8 +6,9 @@ the tight ones (Definition 1). A token of cluster k* is routed by
 
     affinity_k = h^T M_k* e_k                                                   (Eqn. 8)
 
-and since k* is the token's own, this is any router at all, fed with the rescaled token M_k* h. The
-experts read h itself. With M = I it is bitwise the router it wraps (Remark 1).
+Since k* is the token's own cluster, M_k* is the same for all experts k: any base router that is fed
+with the rescaled token M_k* h computes these affinities. The experts read h itself. With M = I the
+router is bitwise the one it wraps (Remark 1).
 
 The steps around one layer, which `MoE.forward` (experts/moe.py) puts together:
 
@@ -52,11 +53,13 @@ class AdaptiveRouter(RescalingRouter):
 
     @property
     def causal(self) -> bool:  # type: ignore[override]
+        """Return True if a token's choice depends on no later token and no other sequence."""
         mode = self.config.modes.when(training=self.training)
         return self.base.causal and mode in ("running", "prefix")
 
     @property
     def carries_moments(self) -> bool:  # type: ignore[override]
+        """Return True if its statistics of a stream continue from one segment to the next."""
         return self.statistics is not None and self.statistics.mode == "prefix"
 
     def rescale(

@@ -41,7 +41,7 @@ class Boundary:
 
     @property
     def mix(self) -> int:
-        """J, the number of clusters of a token."""
+        """Return J, the number of clusters of a token."""
         return 1 if self.next_router is None else self.next_router.mix
 
     @property

@@ -54,12 +54,12 @@ def balance_of(load_E: Tensor, gate_E: Tensor) -> Tensor:
 
 
 def z_loss(affinity_TE: Tensor, token_mask_T: Tensor | None = None) -> Tensor:
-    """Mean squared log-sum-exp of the affinities: keeps them small enough for low precision."""
+    """Return the mean squared log-sum-exp of the affinities; it keeps them small."""
     return masked_mean(affinity_TE.logsumexp(-1, keepdim=True).square(), token_mask_T).sum()
 
 
 def importance_loss(affinity_TE: Tensor, token_mask_T: Tensor | None = None) -> Tensor:
-    """Squared coefficient of variation of each expert's summed gate; 0 at balance."""
+    """Return the squared coefficient of variation of the experts' summed gates; 0 at balance."""
     return squared_variation(masked_sum(affinity_TE.softmax(-1), token_mask_T))
 
 
@@ -73,12 +73,13 @@ def load_loss(
     tutel: bool = False,
     kth_T1: Tensor | None = None,
 ) -> Tensor:
-    """Squared coefficient of variation of the expected load under the router's noise; 0 at balance.
+    """Return the squared coefficient of variation of the expected load; 0 at balance.
 
-    Unlike a count it is differentiable: an expert is chosen with the probability that its noisy
-    affinity reaches the token's k-th largest one. `tutel` compares softmax probabilities with that
-    threshold of affinities, as Swin-MoE was trained; the units of the two do not agree. `kth_T1` is
-    the k-th largest of `noisy_TE`, if the caller has it.
+    The expectation is over the router's noise. Unlike a count it is differentiable: an expert is
+    chosen with the probability that its noisy affinity reaches the token's k-th largest one.
+    `tutel` compares softmax probabilities with that threshold of affinities, as Swin-MoE was
+    trained; the units of the two do not agree. `kth_T1` is the k-th largest of `noisy_TE`, if the
+    caller has it.
     """
     if kth_T1 is None:
         kth_T1 = noisy_TE.topk(top_k, dim=-1).values[:, -1:]
@@ -95,10 +96,10 @@ def stable_balance_loss(
     *,
     group: str = "",
 ) -> Tensor:
-    """StableMoE's balance loss: mean over tokens of (n_e - n) / n times the gate of their expert e.
+    """Return StableMoE's balance loss: the mean over tokens of (n_e - n) / n times their gate.
 
-    n_e is the load of expert e and n the mean load. group: the name of the processes over whose
-    tokens it is taken (`over_group`).
+    n_e is the load of the token's expert e and n the mean load. group: the name of the processes
+    over whose tokens it is taken (`over_group`).
     """
     load_E = load(expert_T[:, None], num_experts, token_mask_T).to(score_T.dtype)
     gate_T = score_T.sigmoid()
@@ -115,27 +116,27 @@ def stable_balance_loss(
 def distillation_loss(
     light_TE: Tensor, expert_T: Tensor, token_mask_T: Tensor | None = None
 ) -> Tensor:
-    """Cross-entropy of the light router (T, E) against the expert it must imitate (T,)."""
+    """Return the cross-entropy of the light router (T, E) and the expert it must imitate (T,)."""
     each_T = torch.nn.functional.cross_entropy(light_TE, expert_T, reduction="none")
     return masked_mean(each_T[:, None], token_mask_T).sum()
 
 
 def squared_variation(value_E: Tensor) -> Tensor:
-    """Var / mean^2 with the unbiased variance; 0 for a single expert."""
+    """Return variance / mean^2, with the unbiased variance; 0 for a single expert."""
     if value_E.numel() < 2:
         return value_E.sum() * 0.0
     return value_E.var() / (value_E.mean().square() + 1e-10)
 
 
 def masked_sum(value_TX: Tensor, token_mask_T: Tensor | None) -> Tensor:
-    """Sum over unmasked tokens."""
+    """Return the sum over unmasked tokens."""
     if token_mask_T is not None:
         value_TX = value_TX.masked_fill(~token_mask_T[:, None], 0.0)
     return value_TX.sum(0)
 
 
 def masked_mean(value_TX: Tensor, token_mask_T: Tensor | None) -> Tensor:
-    """Mean over unmasked tokens; 0 if there are none."""
+    """Return the mean over unmasked tokens; 0 if there are none."""
     if token_mask_T is None:
         return value_TX.sum(0) / max(value_TX.shape[0], 1)
     return masked_sum(value_TX, token_mask_T) / token_mask_T.sum().clamp(min=1)

@@ -85,19 +85,17 @@ class Router(Layer):
 
     @property
     def loss_group(self) -> str:
-        """Name of the processes over whose tokens this call's balance loss is; "" for this one.
+        """Return the name of the process group over whose tokens the balance loss is computed.
 
-        An evaluation takes its own tokens: one process may evaluate while the others wait.
+        "" stands for this process alone. An evaluation takes its own tokens, so that one process
+        may evaluate while the others wait.
         """
         return self.balance_group if self.training else ""
 
     def state_for(self, x: Tensor, state: RoutingState | None) -> RoutingState:
         """Check x; return the state, or the identity where no layer came before."""
         if not isinstance(x, Tensor):
-            raise UserError(
-                f"x is a {type(x).__name__}; pass the hidden states alone: an acmoe.MoE returns y "
-                "and a state, which acmoe.MoEStack hands on and nn.Sequential does not"
-            )
+            raise UserError(_not_a_tensor(x))
         if not x.is_floating_point():
             raise UserError(f"x has dtype {x.dtype}; pass floating-point hidden states")
         if x.is_nested or x.layout != torch.strided or x.element_size() < 2:
@@ -254,6 +252,16 @@ def check_routing(router: Router, routing: object, num_tokens: int) -> None:
         f"{name}.decide returned expert_ids of {routing.expert_ids.dtype}; return whole numbers",
     )
     check_range(routing.expert_ids, 0, E if router.always_k else E + 1, f"{name}: expert_ids")
+
+
+def _not_a_tensor(x: object) -> str:
+    """Return the message for hidden states that are no tensor."""
+    if not isinstance(x, tuple):
+        return f"x is a {type(x).__name__}; pass a torch tensor of hidden states"
+    return (
+        "x is a tuple; pass the hidden states alone: an acmoe.MoE returns y and a state, which "
+        "acmoe.MoEStack hands on and nn.Sequential does not"
+    )
 
 
 def _not_dense(x: Tensor) -> str:

@@ -20,36 +20,52 @@ from acmoe.routing.origin import NextRouter, changed_origin, check_origin, new_o
 
 
 class Routing(NamedTuple):
-    """One router's decision, used by the experts of the same layer."""
+    """One router's decision, used by the experts of the same layer.
 
-    expert_ids: Tensor  # (T, K) int64; E itself means "no expert": below a threshold, or dropped
-    gate: Tensor  # (T, K) combine weights, 0 where there is no expert
-    affinity: Tensor  # (T, E) token-expert affinities in the scaled space, training noise included
-    loss: Tensor  # () float32 weighted auxiliary losses of this layer
-    # (T,) k*: the expert of highest affinity among those chosen, lowest index among equals, before
-    # rows are dropped. None: the argmax of the affinity.
+    expert_ids     (T, K) int64 experts of each token; E, the number of experts, means "no expert":
+                   below a threshold, or dropped
+    gate           (T, K) weights of the experts' outputs, 0 where there is no expert
+    affinity       (T, E) score of each expert for each token, rescaled if the router is adaptive;
+                   training noise included
+    loss           () float32 weighted auxiliary losses of this layer
+    first          (T,) k*: the expert of highest affinity among those chosen, lowest index among
+                   equals, before rows are dropped. None: the argmax of the affinity.
+    expert_input   (..., D) the tokens that the experts read: x, or M x under `scale_experts`.
+                   None: x.
+    """
+
+    expert_ids: Tensor
+    gate: Tensor
+    affinity: Tensor
+    loss: Tensor
     first: Tensor | None = None
-    # (..., D) the tokens the experts read: x, or M x under `scale_experts`. None: x.
     expert_input: Tensor | None = None
 
 
 class _StateFields(NamedTuple):
-    assignment: Tensor  # (T, J) int64 clusters of each token, best first; -1: none yet
-    membership: Tensor  # (T, J) weights of those clusters, summing to one
-    # (C, D) diagonals of M. If the next router takes its own statistics: ones, and zeros for
-    # clusters after the last that a token chose (`AdaptiveConfig.mean_over`).
+    assignment: Tensor
+    membership: Tensor
     scale: Tensor
-    aux_loss: Tensor  # () float32 sum over the MoE layers so far
-    # int32 packed `TokenOrder`: the tokens sorted by `assignment` (ops/sort/order.py); empty: not
-    # sorted. It only saves time: results without it are the same up to rounding.
+    aux_loss: Tensor
     order: Tensor = torch.empty(0, dtype=torch.int32)
-    # int8 and empty; its shape says what the layer before computed, and for which router
-    # (origin.py). The default: nothing came before, or the state was made by hand.
     origin: Tensor = torch.empty(0, dtype=torch.int8)
 
 
 class RoutingState(_StateFields):
     """The data that an MoE layer passes to the next: six contiguous tensors.
+
+    assignment   (T, J) int64 clusters of each token, best first; -1: none yet. A cluster is the set
+                 of tokens that chose the same expert first.
+    membership   (T, J) weights of those clusters, summing to one
+    scale        (C, D) diagonals of M. If the next router takes its own statistics: ones, and zeros
+                 for clusters after the last that a token chose (`AdaptiveConfig.mean_over`).
+    aux_loss     () float32 sum of the auxiliary losses of the MoE layers so far
+    order        int32 packed `TokenOrder`: the tokens sorted by `assignment`
+                 (ops/sort/order.py); empty: not sorted. It only saves time: results without it are
+                 the same up to rounding.
+    origin       int8 and empty; its shape encodes what the layer before computed, and for which
+                 router (routing/origin.py). The default: nothing came before, or the state was
+                 made by hand.
 
     A state may be cloned, moved, checkpointed or sent to another pipeline stage tensor by tensor:
     `RoutingState(*(tensor.clone() for tensor in state))` behaves as the original.
@@ -197,7 +213,7 @@ def check_num_tokens(state: RoutingState, x: Tensor) -> None:
     if state.assignment.shape[0] != num_tokens:
         raise UserError(
             f"state.assignment has shape {tuple(state.assignment.shape)}; x has {num_tokens} "
-            "tokens: pass the state of the same tokens, or leave it out to begin anew"
+            "tokens: pass the state of the same tokens, or none in the first MoE layer"
         )
 
 
@@ -220,6 +236,8 @@ def check_state(
     num_tokens, dim = count_tokens(x), x.shape[-1]
     if state.assignment.shape == (num_tokens, mix) and state.scale.shape == (num_clusters, dim):
         return
+    if state.assignment.dim() == 2:
+        check_num_tokens(state, x)
     check(
         state.assignment.shape == (num_tokens, mix),
         f"state.assignment has shape {tuple(state.assignment.shape)}; {num_tokens} tokens and "

@@ -50,7 +50,7 @@ def open_regular(path: Path, *, append: bool = False) -> int:
     try:
         handle = os.open(path, flags | (os.O_APPEND if append else 0), 0o644)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another folder") from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise UserError(f"{path} is no regular file; remove it")

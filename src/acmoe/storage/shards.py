@@ -98,8 +98,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         parts = sum(prod(part.sizes) for part in tensor.chunks)
         check(
             parts == prod(tensor.size),
-            f"{folder} holds {parts:,} of the {prod(tensor.size):,} numbers of {name}; a file is "
-            "missing or damaged",
+            f"{folder} holds {parts:,} of the {prod(tensor.size):,} numbers of {name}: a file is "
+            "missing or damaged; restore it from a copy",
         )
     return {name: Stored(one.size, one.properties.dtype) for name, one in found.items()}
 

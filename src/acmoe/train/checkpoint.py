@@ -216,7 +216,8 @@ def _listed_files(state: Mapping[str, Any], folder: Path, fix: str) -> dict[str,
     """Return the SHA-256 digests by file name that state.json lists."""
     check(
         state.get("format") in (1, SEALED),
-        f"{folder / STATE} has format {state.get('format')!r}; this acmoe reads 1 and {SEALED}",
+        f"{folder / STATE} has format {state.get('format')!r}; this acmoe reads 1 and {SEALED}: "
+        "use the version that wrote it",
     )
     files = state.get("files") if state["format"] == SEALED else {TENSORS: state.get("sha256")}
     if not isinstance(files, dict):

@@ -157,7 +157,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(UserError, match=complaint):
             TrainingImages(Numbered(9), PLAIN, AugmentConfig(), batch=batch)
-    with pytest.raises(UserError, match="batch=3 images cannot be dealt to world_size=2"):
+    with pytest.raises(UserError, match="batch=3 images cannot be divided among world_size=2"):
         rank_rows(3, rank=0, world_size=2, unit="images")
     with pytest.raises(UserError, match="rank=2 must lie below"):
         rank_rows(4, rank=2, world_size=2, unit="images")

@@ -208,7 +208,10 @@ def test_blocks_too_large_for_the_stream_are_refused_with_the_numbers() -> None:
         ({"batch": 0, "block": 2}, "batch=0 must be 1 or more"),
         ({"batch": 2, "block": 0}, "block=0 must be 1 or more"),
         ({"batch": 10**30, "block": 2}, f"(batch=|make ){10**30}( rows)?"),  # at once: no list
-        ({"batch": 3, "block": 2, "world_size": 2}, "batch=3 rows cannot be dealt to world_size=2"),
+        (
+            {"batch": 3, "block": 2, "world_size": 2},
+            "batch=3 rows cannot be divided among world_size=2",
+        ),
         ({"batch": 2, "block": 2, "world_size": 2, "rank": 2}, "rank=2 must lie below"),
     ],
 )

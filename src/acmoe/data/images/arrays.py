@@ -172,7 +172,8 @@ def _check_pixels(path: Path, images: NDArray[Any], count: int) -> None:
         "width, channels)",
     )
     check(
-        len(images) == count, f"{path} has {len(images):,} images and {count:,} labels; they differ"
+        len(images) == count,
+        f"{path} has {len(images):,} images and {count:,} labels; give one label for each image",
     )
     array_to_rgb(images[0], f"{path}, image 0")
 

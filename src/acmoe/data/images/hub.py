@@ -37,7 +37,7 @@ class HubImages(ImageSet):
             ) from error
         check(
             isinstance(image, pillow().Image),
-            f"{self.where(index)}: column {self.column!r} holds no image",
+            f"{self.where(index)}: column {self.column!r} holds no image; choose another set",
         )
         return to_rgb(image, self.where(index))
 
@@ -51,7 +51,10 @@ def open_hub_splits(name: str) -> dict[str, ImageSet]:
         name,
         fix="check the id and the network, or use a local folder with data.name=folder",
     )
-    check("train" in tables, f"{name} has no split train; it has {', '.join(tables)}")
+    check(
+        "train" in tables,
+        f"{name} has no split train; it has {', '.join(tables)}: choose another set",
+    )
     found: dict[str, ImageSet] = {}
     for split, hub_split in _SPLITS.items():
         if hub_split in tables and _has_labels(tables[hub_split]):

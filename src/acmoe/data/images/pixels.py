@@ -44,7 +44,7 @@ def decode(file: bytes | str | Path, where: str) -> Pixels:
     except UserError:
         raise
     except FileNotFoundError as error:
-        raise UserError(f"{where} is missing; it was there when the folder was listed") from error
+        raise UserError(f"{where} is missing, and was there before; start again") from error
     except (*_BROKEN, module.DecompressionBombError) as error:
         reason = str(error).splitlines()[0].partition(" <")[0] or type(error).__name__
         raise UserError(
@@ -81,7 +81,7 @@ def array_to_rgb(pixels: NDArray[Any], where: str) -> Pixels:
         f"{where} has shape {pixels.shape}; give (height, width) or (height, width, channels) "
         "with 1, 3 or 4 channels",
     )
-    check(pixels.size > 0, f"{where} has no pixels: its shape is {pixels.shape}")
+    check(pixels.size > 0, f"{where} has no pixels: its shape is {pixels.shape}; remove it")
     if pixels.shape[-1] == 1:
         pixels = np.repeat(pixels, 3, axis=-1)
     return np.ascontiguousarray(pixels[..., :3])

@@ -99,6 +99,10 @@ def find_sentence_files(task: Task, folder: Path) -> dict[str, Path]:
 def load_sentences(name: str, folder: Path | str) -> dict[str, list[Sentence]]:
     """Load every split of a task, from a prepared folder or from the published files."""
     task, folder = task_of(name), Path(folder)
+    check(
+        folder.is_dir(),
+        f"{folder} is not a folder; run `acmoe data prepare {name} --from PATH`, or give another",
+    )
     if (folder / MANIFEST).is_file():
         read_sentence_manifest(folder)
     files = find_sentence_files(task, folder)
@@ -116,7 +120,7 @@ def read_sentences(task: Task, split: str, path: Path) -> list[Sentence]:
             label in label_of,
             f"{path}: line {number}: label {label!r}; {task.name} expects {expected}",
         )
-        check(bool(text.strip()), f"{path}: line {number}: the sentence is empty")
+        check(bool(text.strip()), f"{path}: line {number}: the sentence is empty; remove the line")
         sentences.append(Sentence(text, label_of[label]))
     check(bool(sentences), f"{path} holds no sentence; expected {task.name}'s {split} rows")
     missing = set(range(len(task.classes))) - {sentence.label for sentence in sentences}

@@ -27,8 +27,9 @@ class WordVocabulary:
     kind: ClassVar[Literal["words"]] = "words"
 
     def __post_init__(self) -> None:
-        check(self.symbols[:1] == (EOS,), f"the first word of a vocabulary must be {EOS}")
-        check(UNK in self.ids, f"a word vocabulary must hold {UNK}")
+        first = self.symbols[:1]
+        check(first == (EOS,), f"the first word of a vocabulary must be {EOS}, not {first}")
+        check(UNK in self.ids, f"a word vocabulary must hold {UNK}; add it")
         check(len(self.ids) == len(self.symbols), "a word vocabulary must not repeat a word")
 
     @cached_property

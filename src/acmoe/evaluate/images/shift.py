@@ -115,7 +115,7 @@ def average_precision(positive: NDArray[np.floating], negative: NDArray[np.float
     if len(positive) == 0 or len(negative) == 0:
         raise UserError("the precision-recall curve needs images of both kinds; give some of each")
     score = np.concatenate((positive, negative)).astype(np.float64)
-    check(bool(np.isfinite(score).all()), "a confidence is not finite; the model is broken")
+    check(bool(np.isfinite(score).all()), "a confidence is not finite; score another checkpoint")
     is_positive = np.arange(len(score)) < len(positive)
     order = np.argsort(-score, kind="stable")
     score, is_positive = score[order], is_positive[order]

@@ -44,7 +44,10 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
     model: LanguageModel
 
     def __init__(self, config: AcmoeConfig, model: LanguageModel | None = None) -> None:
-        check(config.family == "language", f"family={config.family!r} is no language model")
+        check(
+            config.family == "language",
+            f"family={config.family!r} is no language model; use AcmoeForImageClassification",
+        )
         super().__init__(config, model)
         self.generation_config = GenerationConfig(pad_token_id=config.vocab_size)  # padding.py
         self.post_init()
@@ -209,7 +212,8 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
         )
         check(
             not generation_config.is_assistant,
-            "this model cannot assist another one: its cache cannot take back tokens",
+            "this model cannot assist another one: its cache cannot take back tokens; leave "
+            "assistant_model out",
         )
 
 

@@ -46,7 +46,10 @@ class AcmoeConfig(PreTrainedConfig):  # type: ignore[misc]
     ) -> None:
         check_choice(family, tuple(FAMILIES), "family")
         check_choice(head, ("clean", "paper"), "head")
-        check(model is not None or family == "language", f"family={family!r} needs model=...")
+        check(
+            model is not None or family == "language",
+            f"family={family!r} needs model=...; use AcmoeConfig.of(model.config)",
+        )
         self.model = encode(LANGUAGE_MODELS["switch-nano"].config) if model is None else dict(model)
         self.family, self.head, self.head_dropout = family, head, head_dropout
         self.eval_capacity, self.output_router_logits = eval_capacity, output_router_logits

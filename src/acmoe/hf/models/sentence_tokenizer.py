@@ -36,10 +36,11 @@ class AcmoeSentenceTokenizer(PreTrainedTokenizer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         if vocabulary is None:
-            check(vocab_file is not None, "give vocab_file, or vocabulary")
+            check(vocab_file is not None, "there is no vocabulary; give vocab_file or vocabulary")
             found = load_vocabulary(Path(str(vocab_file)))
             check(
-                isinstance(found, WordVocabulary), f"{vocab_file} is no vocabulary of whole words"
+                isinstance(found, WordVocabulary),
+                f"{vocab_file} is no vocabulary of words; give the one of a run on words",
             )
             assert isinstance(found, WordVocabulary)
             vocabulary = found

@@ -87,7 +87,7 @@ class GenerateRow:
     ms_per_step: float | None = None
     tokens_per_second: float | None = None  # of all sequences, by that step
     seconds: float | None = None  # of the whole call: prompt, capture and all steps
-    # Of a step over one with the first router: the median over rounds (steps.py), 95% interval.
+    # How much longer a step takes than with the first router: median over rounds, 95% interval.
     added_percent: float | None = None
     added_percent_low: float | None = None
     added_percent_high: float | None = None

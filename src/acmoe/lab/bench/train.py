@@ -242,7 +242,10 @@ def prepare(
     memory = warmed_memory(step, device, calls=_WARM_UP)
     action = capture(step) if "graph" in variant else step
     action()
-    check(bool(step.loss.isfinite()), f"the loss is {float(step.loss)} after {_WARM_UP + 2} steps")
+    check(
+        bool(step.loss.isfinite()),
+        f"the loss is {float(step.loss)} after {_WARM_UP + 2} steps; try --precision fp32",
+    )
     return step, action, memory
 
 

@@ -168,7 +168,7 @@ class LanguageModel(nn.Module):
 
     @property
     def like(self) -> Tensor:
-        """A weight whose device and dtype new tensors get."""
+        """Return a weight whose device and dtype new tensors get."""
         return self.embed.weight
 
     def _opened(self, memory: StreamMemory | None, num_streams: int) -> OpenMemory:

@@ -85,7 +85,10 @@ def read_table(path: Path) -> Table:
     try:
         found = json.loads(path.read_text()) if path.exists() else {}
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as a table of block sizes: {error}") from error
+        raise UserError(
+            f"{path} cannot be read as a table of block sizes ({error}); let `acmoe bench tune` "
+            "write one"
+        ) from error
     if not isinstance(found, dict):
         raise UserError(f"{path} holds no table of block sizes; let `acmoe bench tune` write one")
     found = _renamed(found, path)

@@ -54,7 +54,7 @@ class ThresholdRouter(Router):
 
     @property
     def places(self) -> int:
-        """K, the most experts above p: probabilities sum to one, so fewer than 1/p exceed p."""
+        """Return K, the most experts above p: fewer than 1/p probabilities can exceed p."""
         if self.config.learnable:
             return self.num_experts
         return min(self.num_experts, max(1, math.ceil(1 / self.config.threshold) - 1))

@@ -65,8 +65,8 @@ class RunningAverage(StepStatistics):
     def train(self, mode: bool = True) -> Self:
         """Set the mode, and compute the scale anew: `.data` may have been written unnoticed.
 
-        Copies of a model that average its buffers write so. Going to evaluation, warn once if no
-        update has moved the average.
+        Averaged copies of a model (EMA) write their buffers in this way. In a change to evaluation
+        mode, warn once if no update has moved the average.
         """
         self.scaled_from = None
         if self.training and not mode:
@@ -74,7 +74,7 @@ class RunningAverage(StepStatistics):
         return super().train(mode)
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
-        """Compute the scale anew after this: `.data` of a saved tensor may be written unnoticed."""
+        """Save the buffers, and compute the scale anew: `.data` may be written unnoticed."""
         super()._save_to_state_dict(*arguments)
         self.scaled_from = None
 
