@@ -188,11 +188,13 @@ def test_data_list_breaks_no_address_and_no_command(capsys, monkeypatch, tmp_pat
     assert f"  acmoe data prepare stdlib --root '{root}'" in out.splitlines()
 
 
-def test_which_says_what_runs_here(capsys):
+def test_which_says_what_runs_here(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = call(capsys, "bench", "--which")
     assert code == 0
     assert "experts" in out
     assert "torch" in out
+    assert "update_average_and_scale" in out  # the longest name, which a column must not break
 
 
 @pytest.mark.slow
