@@ -8,6 +8,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from acmoe import starting as _starting  # noqa: F401, before the imports that take seconds
 from acmoe.config.routing import (
     AdaptiveConfig,
     CosineConfig,
