@@ -25,6 +25,7 @@ LAYERS = {"ops", "routing", "experts"}
 
 # From the bottom to the top: a package imports only from packages above it in this table.
 PACKAGES: dict[str, set[str]] = {
+    "starting": set(),  # ctrl-C while a command still imports torch
     "errors": set(),  # the one exception for a user's mistakes
     "config": {"errors"},  # what can be asked: frozen dataclasses
     "storage": {"errors"},  # files that survive crashes and show damage
@@ -59,11 +60,11 @@ PACKAGES: dict[str, set[str]] = {
     | LAYERS
     | {"runtime", "recipes", "data", "models", "fast", "hf", "evaluate", "train", "analyze"},
     # `import acmoe`: re-exports, and nothing that a command alone needs.
-    "__init__": EVERYONE | LAYERS | {"data", "models", "fast", "adapters", "hf"},
+    "__init__": EVERYONE | LAYERS | {"starting", "data", "models", "fast", "adapters", "hf"},
     "cli": EVERYONE
     | LAYERS
     | {"runtime", "recipes", "data", "models", "fast", "adapters", "hf", "attacks"}
-    | {"distributed", "evaluate", "train", "analyze", "report", "lab"},
+    | {"distributed", "evaluate", "train", "analyze", "report", "lab", "starting"},
     "__main__": {"cli"},  # python -m acmoe
 }
 
@@ -83,7 +84,7 @@ AT_HOME: dict[str, set[str]] = {
     "torch.distributed": {"ops", "distributed", "storage"},
 }
 # config and errors are read before anything is installed, and recipes are configs.
-STANDARD_LIBRARY_ONLY = {"errors", "config", "recipes"}
+STANDARD_LIBRARY_ONLY = {"starting", "errors", "config", "recipes"}
 NEVER_INSTALLED_FOR_YOU = {"sonicmoe", "scattermoe", "liger_kernel", "timm"}
 # In extras of pyproject.toml: imported inside functions, where their absence can be explained.
 # An adapter without its package has nothing to do, so it may import that one at the top.

@@ -14,6 +14,7 @@ dispersion, cluster_scale           the equations of the paper as functions
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from acmoe import starting as _starting  # noqa: F401, before the imports that take seconds
 from acmoe.config.routing import (
     AdaptiveConfig,
     CosineConfig,

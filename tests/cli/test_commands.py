@@ -170,17 +170,31 @@ def test_data_that_replaces_other_data_says_so(capsys, tmp_path):
         assert out.endswith(", in place of what was there\n") is replaced
 
 
-def test_the_names_of_hub_data_sets_are_whole_on_a_narrow_terminal(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+@pytest.mark.parametrize("columns", ["80", "40", None])  # None: as where stdout is a pipe
+def test_data_list_breaks_no_address_and_no_command(capsys, monkeypatch, tmp_path, columns):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
     _, out, _ = call(capsys, "data", "list")
+    lines = out.splitlines()
+    assert "enwik8: http://mattmahoney.net/dc/enwik8.zip, unzipped" in lines
+    assert "  acmoe data prepare stdlib" in lines
+    assert (
+        "  acmoe data prepare banking77 --from hf  (downloads legacy-datasets/banking77)" in lines
+    )
     assert "\u2026" not in out  # the character for cut text
+    root = tmp_path / "a long name, so that a column would break the line of the command in two"
+    _, out, _ = call(capsys, "data", "list", "--root", str(root))
+    assert f"  acmoe data prepare stdlib --root '{root}'" in out.splitlines()
 
 
-def test_which_says_what_runs_here(capsys):
+def test_which_says_what_runs_here(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = call(capsys, "bench", "--which")
     assert code == 0
     assert "experts" in out
     assert "torch" in out
+    assert "update_average_and_scale" in out  # the longest name, which a column must not break
 
 
 @pytest.mark.slow
@@ -239,7 +253,7 @@ def test_a_terminal_without_unicode_gets_question_marks(monkeypatch, errors):
     raw = io.BytesIO()
     stdout = io.TextIOWrapper(raw, encoding="ascii", errors=errors)
     monkeypatch.setattr(sys, "stdout", stdout)
-    monkeypatch.setenv("COLUMNS", "40")  # so narrow that rich cuts words off with ...
+    monkeypatch.setenv("COLUMNS", "20")  # so narrow that rich cuts words off with ...
     with pytest.raises(SystemExit) as stop:
         main(["data", "list"])
     assert stop.value.code == 0

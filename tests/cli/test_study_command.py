@@ -83,9 +83,13 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(method, capsys, mon
             "study synthetic reads no --vocabulary 9; leave it out",
         ),
         (("byte",), "did you mean bytes?"),
-        (("bytes",), "give their folder with --data"),
+        (("bytes",), "give their folder with --data (docs/howto/study-data.md says what it holds)"),
         (("ablations", "--settings", "enwik8"), '--settings "switch-nano, standard library" reads'),
-        (("bytes", "--data", "nowhere"), "enwiki15-bytes is missing"),
+        (
+            ("bytes", "--data", "nowhere"),
+            "nowhere/enwiki15-bytes is missing; --data needs this folder, with one file of text "
+            "(docs/howto/study-data.md says how to get them)",
+        ),
         (("bytes", "--summarise"), "bytes.jsonl is missing"),
         (("synthetic", "--steps", "0"), "--steps 0; it must be positive"),
         (("synthetic", "seed=3"), "use --seeds or --device"),

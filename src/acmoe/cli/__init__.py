@@ -17,6 +17,7 @@ import acmoe
 from acmoe.cli.commands import COMMANDS
 from acmoe.cli.parse import parse
 from acmoe.errors import UserError, check, typed_line
+from acmoe.starting import raise_on_interrupt
 
 SEVERAL = {"train", "evaluate", "doctor"}  # commands that torchrun may start
 LAUNCHER_SETS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # in the environment
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_output()
     try:
+        raise_on_interrupt()
         status = _run(arguments)
         sys.stdout.flush()
     except UserError as mistake:

@@ -1,8 +1,9 @@
 """`acmoe data list|prepare`: list the data sets, and prepare one."""
 
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
@@ -10,6 +11,9 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from acmoe.storage.strict_json import json_text
+
+if TYPE_CHECKING:
+    from acmoe.data.text.registry import Dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +36,31 @@ class List:
             ]
             print(json_text(rows))
             return 0
-        # Names of hub data sets are longer than a narrow column, and must not be cut off.
-        table = Table("name", "what", "here", Column("where from", overflow="fold"))
+        console = Console()
+        table = Table("name", "what", Column("here", overflow="fold"))
         for entry, here in entries:
-            how = entry.layout or "acmoe data prepare " + entry.name
-            hub = f"\nor --from hf ({entry.hub})" if entry.hub else ""
             about = f"{entry.about}; {entry.licence}"
             state = here.state if here.state == "absent" else f"{here.state}: {here.detail}"
-            table.add_row(*map(escape, (entry.name, about, state, f"{entry.origin}\n{how}{hub}")))
-        Console().print(table)
+            table.add_row(*map(escape, (entry.name, about, state)))
+        console.print(table)
+        # A column would break addresses and commands over two lines, which then cannot be copied.
+        for entry, _ in entries:
+            console.print(_origin(entry, self.root), markup=False, soft_wrap=True)
         return 0
+
+
+def _origin(entry: "Dataset", root: Path) -> str:
+    """Say in a few lines where a data set comes from, and which commands prepare it in `root`."""
+    command = f"  acmoe data prepare {entry.name}"
+    there = "" if root == List.root else f" --root {shlex.quote(str(root))}"
+    lines = [f"{entry.name}: {entry.origin}"]
+    if not entry.layout:
+        lines.append(f"{command}{there}")
+    else:
+        lines.append(f"{command} --from PATH{there}  ({entry.layout})")
+    if entry.hub:
+        lines.append(f"{command} --from hf{there}  (downloads {entry.hub})")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)

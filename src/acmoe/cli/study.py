@@ -164,7 +164,11 @@ class Study:
         check(
             self.data is not None or not study.reads(self.settings),
             "; ".join(
-                [f"the study {study.name!r} reads data sets; give their folder with --data", *free]
+                [
+                    f"the study {study.name!r} reads data sets; give their folder with --data "
+                    "(docs/howto/study-data.md says what it holds)",
+                    *free,
+                ]
             ),
         )
         seeds = self.seeds or study.own_seeds

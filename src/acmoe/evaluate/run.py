@@ -27,7 +27,7 @@ from acmoe.data.images.load import load_images
 from acmoe.data.images.splits import ImageSplits
 from acmoe.data.text.corpus import MANIFEST, Corpus, load_corpus
 from acmoe.data.text.prepare import prepare
-from acmoe.data.text.registry import dataset
+from acmoe.data.text.registry import dataset, how_to_prepare
 from acmoe.data.text.vocabulary import Vocabulary, load_vocabulary
 from acmoe.errors import UserError, check
 from acmoe.evaluate.same_data import check_corpus, check_images, check_present
@@ -216,8 +216,8 @@ def open_corpus(data: DataConfig) -> Corpus:
         prepare("stdlib", None, folder, config=PrepareConfig(limit=data.limit))
     check(
         (folder / MANIFEST).is_file(),
-        f"{entry.title} is not prepared in {folder}; run `acmoe data prepare {data.name} --from "
-        f"SOURCE` with {entry.layout}, or set data.folder",
+        f"{entry.title} is not prepared in {folder}; {how_to_prepare(data.name, folder)}; or set "
+        "data.folder",
     )
     corpus = load_corpus(folder)
     check(

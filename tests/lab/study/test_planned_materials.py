@@ -7,9 +7,9 @@ import pytest
 
 from acmoe.errors import UserError
 from acmoe.lab.study.cell import Cell
-from acmoe.lab.study.materials import Materials
+from acmoe.lab.study.materials import FILES, Materials
 from acmoe.lab.study.planned import PlannedMaterials
-from acmoe.lab.study.registry import study_of
+from acmoe.lab.study.registry import STUDIES, study_of
 from acmoe.lab.study.size import Size
 from study_cases import data_folder
 
@@ -62,3 +62,36 @@ def test_planned_cells_are_those_of_the_study_and_nothing_is_written(
 def test_files_of_words_that_are_not_there_are_named(data: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--parts 2, but .* has 1 files train_"):
         PlannedMaterials(data=data, work=tmp_path).words(2, 20)
+
+
+class Noting(PlannedMaterials):
+    """Notes the folders that a study asks for."""
+
+    def _folder(self, name: str) -> Path:
+        READ.append(name)
+        return super()._folder(name)
+
+
+READ: list[str] = []
+
+
+def test_the_page_of_the_data_says_which_study_reads_which_folder(
+    data: Path, tmp_path: Path
+) -> None:
+    page = (Path(__file__).parents[3] / "docs/howto/study-data.md").read_text(encoding="utf-8")
+    rows = {
+        name: line.split("|")[3]
+        for line in page.splitlines()
+        if line.startswith("| `")
+        for name in FILES
+        if f"`{name}`" in line.split("|")[1]
+    }
+    assert set(rows) == set(FILES)
+    rows["enwik8-prefix"] = rows["enwiki15-bytes"]  # the page says "the same"
+    rows["wikitext103"] = rows["enwiki15-words"]
+    size = {"vision": Size(overrides=("model.dim=24",))}
+    for name, study in STUDIES.items():
+        READ.clear()
+        small = size.get(name, Size(parts=1) if "words" in name or name == "ablations" else Size())
+        study.cells(Noting(data=data, work=tmp_path), small, study.own_seeds[:1])
+        assert set(READ) == {folder for folder, row in rows.items() if f"`{name}`" in row}, name

@@ -5,8 +5,6 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
-from rich.table import Column
-from rich.table import Table as RichTable
 
 from acmoe.cli.bench.generate import Generate
 from acmoe.cli.bench.output import command_of, say, show
@@ -239,6 +237,7 @@ class Bench:
             return self._measure()
         import torch
 
+        from acmoe.cli.bench.terminal import whole_word_table
         from acmoe.lab.bench.shapes import find_shapes
         from acmoe.lab.bench.which import baselines, which
         from acmoe.runtime import pick_device
@@ -246,13 +245,14 @@ class Bench:
         device = pick_device("auto")
         for shape in find_shapes(getattr(self.action, "shapes", ()) or ("olmoe",), device):
             title = f"bf16 on {device}, experts of {shape.name}"
-            columns = ("op", "kernel", "runs", "why not")
-            table = RichTable(*(Column(name, overflow="fold") for name in columns), title=title)
+            headings = ("op", "kernel", "runs", "why not")
+            rows = []
             where = (device, torch.bfloat16, shape)
             for choice in (*which(*where), *baselines(*where)):
                 runs = "yes" if choice.runs else "can" if choice.unsupported is None else "no"
-                table.add_row(choice.op, choice.backend, runs, choice.unsupported or "")
-            Console().print(table)
+                rows.append((choice.op, choice.backend, runs, choice.unsupported or ""))
+            console = Console()
+            console.print(whole_word_table(title, headings, rows, console.width))
         return 0
 
     def _measure(self) -> int:

@@ -28,12 +28,12 @@ def terminal_tables(report: Report, width: int) -> list[Table]:
         return [table]
     first, *others = headings
     return [
-        _table(f"{title}; {first} {value}", others, [row[1:] for row in group], width)
+        whole_word_table(f"{title}; {first} {value}", others, [row[1:] for row in group], width)
         for value, group in groupby(rows, key=lambda row: row[0])
     ]
 
 
-def _table(title: str, headings: Row, rows: Sequence[Row], width: int) -> Table:
+def whole_word_table(title: str, headings: Row, rows: Sequence[Row], width: int) -> Table:
     """Return a table whose words are broken only if it could not be narrow enough otherwise."""
     table = _fitting(title, headings, rows, width)
     if table is not None:

@@ -65,7 +65,8 @@ class PackedImages(ImageSet):
 def open_array_splits(folder: Path | str) -> dict[str, ImageSet]:
     """Open the splits of a folder of .npz files; `train` is required."""
     folder = Path(folder)
-    check(folder.is_dir(), f"{folder} is no folder; give one with train.npz and val.npz")
+    fix = "put train.npz and val.npz there, or set data.source to a folder that has them"
+    check(folder.is_dir(), f"{folder} is no folder; {fix}")
     paths = {split: _split_file(folder, names) for split, names in SPLITS.items()}
     train = paths.pop("train")
     if train is None:

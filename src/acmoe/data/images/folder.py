@@ -56,14 +56,15 @@ def open_folder(
 def open_splits(root: Path | str) -> dict[str, FolderImages]:
     """Open the splits of a data set in folders; `train` is required."""
     root = Path(root)
-    check(root.is_dir(), f"{root} is no folder; give one with train/CLASS/ and val/CLASS/")
+    fix = "put train/CLASS/ and val/CLASS/ there, or set data.source to a folder that has them"
+    check(root.is_dir(), f"{root} is no folder; {fix}")
     found = {
         split: next((root / name for name in names if (root / name).is_dir()), None)
         for split, names in SPLITS.items()
     }
     train = found.pop("train")
     if train is None:
-        raise UserError(f"{root} has no folder train; expected train/CLASS/ and val/CLASS/")
+        raise UserError(f"{root} has no folder train; {fix}")
     splits = {"train": open_folder(train, title=root.name)}
     for split, folder in found.items():
         # ImageNet's test images have no class folders and no labels: they cannot be scored.

@@ -1,5 +1,6 @@
 """The registry of text data sets: descriptions, origins and published counts."""
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -7,6 +8,8 @@ from typing import Literal
 from acmoe.data.text.corpus import MANIFEST, is_intact, read_manifest
 from acmoe.data.text.sentences import read_sentence_manifest
 from acmoe.errors import UserError, check
+
+ROOT = Path("data")  # the folder of the prepared data sets, unless a command gets another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +136,19 @@ def dataset(name: str) -> Dataset:
     by_name = {entry.name: entry for entry in _DATASETS}
     check(name in by_name, f"data set {name!r} is not known; choose one of {', '.join(by_name)}")
     return by_name[name]
+
+
+def how_to_prepare(name: str, folder: Path) -> str:
+    """Say which command prepares a data set in `folder`, for the message that it is missing."""
+    entry = dataset(name)
+    command = f"acmoe data prepare {name}"
+    elsewhere = folder.name == name and folder.parent != ROOT
+    root = f" --root {shlex.quote(str(folder.parent))}" if elsewhere else ""
+    if not entry.layout:
+        return f"run `{command}{root}`"
+    download = f"`{command} --from hf{root}`, which downloads {entry.hub}, or " if entry.hub else ""
+    origin = f" ({entry.origin})" if entry.origin.startswith("http") else ""
+    return f"run {download}`{command} --from PATH{root}` with {entry.layout}{origin}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,6 +96,12 @@ def find_sentence_files(task: Task, folder: Path) -> dict[str, Path]:
     return files
 
 
+def has_sentences(name: str, folder: Path) -> bool:
+    """Return True where the folder was prepared, or has a file of the task's training split."""
+    train = f"train.{task_of(name).extension}"
+    return (folder / MANIFEST).is_file() or find_file(folder, (train,)) is not None
+
+
 def load_sentences(name: str, folder: Path | str) -> dict[str, list[Sentence]]:
     """Load every split of a task, from a prepared folder or from the published files."""
     task, folder = task_of(name), Path(folder)

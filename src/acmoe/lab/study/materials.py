@@ -7,7 +7,7 @@ The folder contains, plain or compressed (.xz, .gz):
     sst2/ sst5/ banking77/                       as `acmoe data prepare` takes them
     imagenette/       train*.npz, val*.npz of image files, all of one size
 
-A study needs only the data sets that it reads.
+A study needs only the data sets that it reads; docs/howto/study-data.md says how to get each.
 """
 
 import hashlib
@@ -32,6 +32,17 @@ from acmoe.data.text.vocabulary import ByteVocabulary, Ids
 from acmoe.errors import UserError, check
 
 MEGABYTE = 1_000_000
+# The files of every data set, for the message that its folder is missing.
+FILES = {
+    "enwiki15-bytes": "one file of text",
+    "enwik8-prefix": "one file of text, such as the first bytes of EnWik-8",
+    "enwiki15-words": "train_00.txt, train_01.txt, ..., valid.txt and test.txt",
+    "wikitext103": "wiki.valid.tokens",
+    "sst2": "train.tsv and dev.tsv",
+    "sst5": "train.tsv, dev.tsv and test.tsv",
+    "banking77": "train.csv and test.csv",
+    "imagenette": "train.npz and val.npz",
+}
 
 
 class Text(NamedTuple):
@@ -143,7 +154,11 @@ class Materials:
 
     def _folder(self, name: str) -> Path:
         folder = self.data / name
-        check(folder.is_dir(), f"{folder} is missing; --data is the folder that holds {name}")
+        check(
+            folder.is_dir(),
+            f"{folder} is missing; --data needs this folder, with {FILES[name]} "
+            "(docs/howto/study-data.md says how to get them)",
+        )
         return folder
 
     def _stream(self, name: str, encode: Callable[[], Ids]) -> Path:

@@ -16,7 +16,9 @@ from rich.console import Console
 from acmoe.config.text.finetune import FinetuneConfig
 from acmoe.data.progress import progress_bars
 from acmoe.data.seeding import derive_seed
-from acmoe.data.text.sentences import Sentence, load_sentences
+from acmoe.data.text.registry import dataset, how_to_prepare
+from acmoe.data.text.sentences import Sentence, has_sentences, load_sentences
+from acmoe.errors import check
 from acmoe.evaluate.run import CHECKPOINTS, METRICS, Run, open_run
 from acmoe.evaluate.saved import save_evaluation
 from acmoe.evaluate.starts import record_start
@@ -71,7 +73,7 @@ def finetune(
     run = source if isinstance(source, Run) else open_run(source)
     out = out or finetune_folder(run.folder, config)
     console, device = console or Console(stderr=True), pick_device(config.device)
-    rows, origin = task_splits(load_sentences(config.task, data), config.seed)
+    rows, origin = task_splits(_load_task(config.task, Path(data)), config.seed)
     with claim(out, config), seeded(config.seed, device):
         store = CheckpointStore(out / CHECKPOINTS, keep=KEPT) if checkpoints else None
         finetuner = Finetuner(run, config, rows, device, store)
@@ -113,6 +115,16 @@ def majority_share(sentences: list[Sentence]) -> float:
 def finetune_folder(run: Path, config: FinetuneConfig) -> Path:
     """Return the folder inside a run's folder that a finetuning of that config works in."""
     return run / "finetune" / f"{config.task}-{config.form}-seed{config.seed}"
+
+
+def _load_task(task: str, data: Path) -> dict[str, list[Sentence]]:
+    """Load the splits of a task; a UserError names the command that prepares missing ones."""
+    check(
+        has_sentences(task, data),
+        f"{dataset(task).title} is not in {data}; {how_to_prepare(task, data)}; or give its "
+        "folder with --data",
+    )
+    return load_sentences(task, data)
 
 
 def _train(finetuner: Finetuner, metrics: Path, console: Console) -> list[float]:
