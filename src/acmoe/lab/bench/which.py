@@ -31,10 +31,10 @@ from acmoe.ops.attention.support import (
     stored_width,
 )
 from acmoe.ops.cross_entropy.op import cross_entropy_chunk
-from acmoe.ops.device.tuning import user_table
 from acmoe.ops.dispatch import Op
 from acmoe.ops.embedding.op import embedding
 from acmoe.ops.experts import ExpertWeights, clamped_swiglu, expert_mlp
+from acmoe.ops.experts.settings.tables import user_table
 from acmoe.ops.map_attention import map_attention
 from acmoe.ops.norm import add_norm, add_norm_twice
 from acmoe.ops.route import ScaledTokens, route
@@ -112,8 +112,8 @@ def _layer(x: Tensor, shape: Shape) -> Iterator[Choice]:
 
 def _expert_gemms(x: Tensor, shape: Shape) -> Iterator[Choice]:
     """Yield the GEMMs of the experts, each of which has a kernel for Hopper and a portable one."""
-    from acmoe.ops.device.settings import ROW_GEMMS, WEIGHT_GEMMS
     from acmoe.ops.experts.hopper.choice import gathers, pipeline_unsupported
+    from acmoe.ops.experts.settings.gemms import ROW_GEMMS, WEIGHT_GEMMS
     from acmoe.ops.experts.triton.sizes import Sizes
 
     sizes = (shape.dim, shape.hidden, shape.num_experts)
