@@ -37,7 +37,7 @@ def fresh(monkeypatch, tmp_path):
 
 def inputs(tokens=40, dim=48, hidden=40, experts=3, top_k=2):
     """Experts of 16-bit numbers, and tokens of which two have no expert."""
-    from acmoe.ops.experts.tune.calls import Inputs
+    from acmoe.ops.experts.tune.inputs import Inputs
 
     torch.manual_seed(0)
     gate, ids = torch.rand(tokens, experts).topk(top_k)

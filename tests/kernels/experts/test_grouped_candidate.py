@@ -51,7 +51,7 @@ def test_its_products_are_those_of_a_float64_loop(device: str) -> None:
 @pytest.fixture
 def inputs(device: str) -> Any:
     """Experts of 16 bits, tokens of which two have no expert."""
-    from acmoe.ops.experts.tune.calls import Inputs
+    from acmoe.ops.experts.tune.inputs import Inputs
 
     torch.manual_seed(0)
     ids = torch.rand(20, 3).topk(2).indices

@@ -14,7 +14,6 @@ otherwise the rules.
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,11 +23,9 @@ from acmoe.ops.experts.reference import ExpertWeights
 from acmoe.ops.experts.settings import lookup, rules, tables
 from acmoe.ops.experts.settings.rules import Layer
 from acmoe.ops.experts.triton.sizes import Sizes, sizes_of
+from acmoe.ops.experts.tune.inputs import Inputs
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.reference import Rows
-
-if TYPE_CHECKING:
-    from acmoe.ops.experts.tune.calls import Inputs
 
 _log = logging.getLogger("acmoe")
 
@@ -168,10 +165,8 @@ def _measure(
     return found
 
 
-def _inputs(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, act: str) -> "Inputs":
+def _inputs(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, act: str) -> Inputs:
     """Return the tensors of the call as the kernels read them: detached, in the dtype of x."""
-    from acmoe.ops.experts.tune.calls import Inputs
-
     up_bias, down_bias = (
         None if one is None else one.detach().to(x.dtype)
         for one in (weights.up_bias, weights.down_bias)

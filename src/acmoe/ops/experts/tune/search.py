@@ -19,8 +19,9 @@ from acmoe.ops.device.block_sizes import Blocks
 from acmoe.ops.experts.settings import lookup, rules
 from acmoe.ops.experts.settings.gemms import GROUPED_MM, WEIGHT_GEMMS, PipelineConfig
 from acmoe.ops.experts.settings.tables import Table
-from acmoe.ops.experts.tune.calls import Call, Inputs, backward_calls, forward_calls
+from acmoe.ops.experts.tune.calls import Call, backward_calls, forward_calls
 from acmoe.ops.experts.tune.candidates import Settings, quick
+from acmoe.ops.experts.tune.inputs import Inputs
 
 _log = logging.getLogger("acmoe")
 
