@@ -16,7 +16,7 @@ from acmoe.config.images.presets import SWIN_MODELS
 from acmoe.config.images.vision import SwinConfig
 from acmoe.config.text.language import LANGUAGE_MODELS
 from acmoe.fast import accelerate, explain
-from acmoe.lab.bench.implementations.baselines import CONTESTANTS
+from acmoe.lab.bench.implementations.registry import IMPLEMENTATIONS
 from acmoe.lab.bench.shapes import Shape
 from acmoe.lab.bench.train import PAPER_TOKENS
 from acmoe.models.images.window import WindowAttention
@@ -76,7 +76,7 @@ def which(device: torch.device, dtype: torch.dtype, shape: Shape) -> list[Choice
 def baselines(device: torch.device, dtype: torch.dtype, shape: Shape) -> list[Choice]:
     """Return for each baseline of `acmoe bench layer` whether it can take part."""
     x = torch.empty(1, shape.dim, dtype=dtype, device=device)
-    reasons = {one.name: one.unsupported(shape, x) for one in CONTESTANTS}
+    reasons = {one.name: one.unsupported(shape, x) for one in IMPLEMENTATIONS}
     return [Choice("baseline", name, why is None, why) for name, why in reasons.items()]
 
 
