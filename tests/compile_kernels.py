@@ -42,11 +42,11 @@ from acmoe.ops.attention.hopper import keys as attention_keys
 from acmoe.ops.attention.hopper.saved_weights import SavedWeights, saved_layout, saved_sizes
 from acmoe.ops.attention.ring import store_in_ring
 from acmoe.ops.attention.support import fused_width, stored_width
-from acmoe.ops.device import tuning
-from acmoe.ops.device.settings import PipelineConfig
 from acmoe.ops.experts import clamped_swiglu
 from acmoe.ops.experts.hopper import choice as hopper_choice
 from acmoe.ops.experts.hopper import launch as hopper_launch
+from acmoe.ops.experts.settings import tables
+from acmoe.ops.experts.settings.gemms import PipelineConfig
 from acmoe.ops.experts.triton.tiles import Plan
 from acmoe.ops.route.autograd import route_op
 from acmoe.ops.sort.op import sort_with_tokens_op
@@ -117,8 +117,8 @@ def experts() -> None:
     Two experts instead of up to 128, whose number no product is compiled for.
     """
     global use
-    table = {f"{name.rpartition('/')[0]}/2": row for name, row in tuning._table().items()}
-    tuning._table = lambda: table
+    table = {f"{name.rpartition('/')[0]}/2": row for name, row in tables.package_table().items()}
+    tables.package_table = lambda: table
     hopper_choice.gluon_unsupported = lambda device: None
     for name in ("olmoe", "qwen30b", "fine", "mixtral", "switch", "swin"):
         shape = replace(SHAPES[name], tokens=256, num_experts=2, top_k=2)
@@ -333,7 +333,7 @@ if __name__ == "__main__":
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
     kernels = every_kernel()
     device_support.interpreting = lambda: True  # a CPU's tensors may go to kernels
-    tuning.has_shared_memory = lambda: target.arch in (90, 100)
+    device_support.has_large_shared_memory = lambda: target.arch in (90, 100)
     JITFunction.run = GluonJITFunction.run = compile_launch
     torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
     torch.Tensor.new_empty = torch.Tensor.new_zeros

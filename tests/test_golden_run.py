@@ -135,7 +135,7 @@ def test_a_run_goes_on_to_the_end_it_had(
     expected = enter(version, tmp_path, monkeypatch)[name]
     if version == FIRST:
         monkeypatch.setattr(recorded, "record_batch", overwrite)
-        monkeypatch.setattr(recorded, "_added_on_cpu", lambda waiting: False)
+        monkeypatch.setattr(recorded, "_added_on_cpu", lambda pending: False)
     assert near(comparable(expected["halfway"])) == evaluated(capsys, name, version)
     run("train", *settings.split(), "--out", name)  # the same command continues it
     records = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]

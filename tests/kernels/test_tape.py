@@ -39,7 +39,7 @@ def test_each_table_of_tuned_kernels_has_tapes_of_its_own(monkeypatch: pytest.Mo
     from acmoe.ops.experts import repeated
 
     def key_of(table: dict[str, Any]) -> object:
-        monkeypatch.setattr(repeated.tuning, "user_table", lambda: table)
+        monkeypatch.setattr(repeated.tables, "user_table", lambda: table)
         return repeated._table_key()
 
     table: dict[str, Any] = {"a": 1}

@@ -19,10 +19,11 @@ from route_cases import sorted_by
 from torch import Tensor
 
 import acmoe
-from acmoe.ops.device import launcher, rules, tape
+from acmoe.ops.device import launcher, tape
 from acmoe.ops.device.launcher import Compiled, recorder
-from acmoe.ops.device.settings import GROUPED_MM
 from acmoe.ops.dispatch import use_backend
+from acmoe.ops.experts.settings import rules
+from acmoe.ops.experts.settings.gemms import GROUPED_MM
 from acmoe.routing.statistics import build_statistics
 from slow_cases import mostly_slow
 

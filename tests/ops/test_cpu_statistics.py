@@ -93,17 +93,17 @@ def test_the_dispersion_is_that_of_the_definition(measure: str) -> None:
 
 def test_a_layer_measures_and_records_a_batch_in_one_call() -> None:
     x = torch.tensor([[0.0, 0.0], [2.0, 6.0], [9.0, 9.0]])  # s = (1, 3), as above
-    waiting = torch.tensor([[3.0, 7.0], [5.0, 5.0]]), torch.tensor([2.0, 0.0])
-    versions = [one._version for one in waiting]
+    pending = torch.tensor([[3.0, 7.0], [5.0, 5.0]]), torch.tensor([2.0, 0.0])
+    versions = [one._version for one in pending]
     arguments = (x[None], torch.tensor([[0, 0, 1]]), 2)
-    scale = record_scale(waiting, *arguments, OPTIONS, measure="mad")
+    scale = record_scale(pending, *arguments, OPTIONS, measure="mad")
     assert scale.tolist() == [[1.5, 0.5], [1.0, 1.0]]
     # The mean of two tokens with (3, 7) and two with (1, 3); one token alone is not recorded.
-    assert waiting[0].tolist() == [[2.0, 5.0], [5.0, 5.0]] and waiting[1].tolist() == [4.0, 0.0]
-    record_dispersion(waiting, *arguments, measure="mad")
-    torch.testing.assert_close(waiting[0], torch.tensor([[5 / 3, 13 / 3], [5.0, 5.0]]))
-    assert waiting[1].tolist() == [6.0, 0.0]
-    assert all(one._version > old for one, old in zip(waiting, versions, strict=True))
+    assert pending[0].tolist() == [[2.0, 5.0], [5.0, 5.0]] and pending[1].tolist() == [4.0, 0.0]
+    record_dispersion(pending, *arguments, measure="mad")
+    torch.testing.assert_close(pending[0], torch.tensor([[5 / 3, 13 / 3], [5.0, 5.0]]))
+    assert pending[1].tolist() == [6.0, 0.0]
+    assert all(one._version > old for one, old in zip(pending, versions, strict=True))
 
 
 def test_tokens_with_a_gradient_are_measured_where_none_is_recorded() -> None:

@@ -1,7 +1,7 @@
 """Options read from the environment.
 
 Two more are read elsewhere: ACMOE_BACKEND, which chooses among kernels (ops/dispatch.py), and
-ACMOE_TUNED, a table of block sizes (ops/device/tuning.py).
+ACMOE_TUNED, a table of block sizes (ops/experts/settings/tables.py).
 """
 
 import os

@@ -130,7 +130,7 @@ def _measuring(model: nn.Module, statistics: list[ClusterStatistics]) -> Iterato
     """
     modes = {module: module.training for module in model.modules()}
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    waiting = [(one.forwards, one.waiting, one.own) for one in statistics]
+    counters = [(one.forwards, one.has_pending, one.own) for one in statistics]
     pending = [(one.last_dispersion.clone(), one.last_count.clone()) for one in statistics]
     try:
         model.eval()
@@ -143,7 +143,7 @@ def _measuring(model: nn.Module, statistics: list[ClusterStatistics]) -> Iterato
     finally:
         for module, training in modes.items():
             module.training = training
-        for one, state, (dispersion, count) in zip(statistics, waiting, pending, strict=True):
-            one.forwards, one.waiting, one.own = state
+        for one, counter, (dispersion, count) in zip(statistics, counters, pending, strict=True):
+            one.forwards, one.has_pending, one.own = counter
             one.last_dispersion.copy_(dispersion)
             one.last_count.copy_(count)

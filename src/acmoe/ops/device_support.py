@@ -48,6 +48,15 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return _cached_capability(device)
 
 
+@functools.cache
+def has_large_shared_memory() -> bool:
+    """Return True if a program has 227 KiB of shared memory, as on H100, H200 and B200.
+
+    Other GPUs have less. Without a GPU it is True.
+    """
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10)
+
+
 # The calls that `triton_unsupported` has allowed on GPUs of NVIDIA: device, dtype, `integers`.
 _served: set[tuple[torch.device, torch.dtype, bool]] = set()
 

@@ -163,8 +163,8 @@ def _names(found: list[list[RunFacts]]) -> list[str]:
     names = []
     for runs in found:
         first = runs[0]
-        rivals = [own[0] for own in found if own[0].router == first.router]
-        apart = _differing(first, rivals)
+        same_router = [own[0] for own in found if own[0].router == first.router]
+        apart = _differing(first, same_router)
         if len(runs) == 1:
             names.append(
                 first.name if first.router in first.name else f"{first.name} ({first.router})"
@@ -175,10 +175,10 @@ def _names(found: list[list[RunFacts]]) -> list[str]:
     return names
 
 
-def _differing(run: RunFacts, rivals: list[RunFacts]) -> list[str]:
+def _differing(run: RunFacts, others: list[RunFacts]) -> list[str]:
     """List the settings of a run in which it differs from conditions with the same router."""
     return [
         key
         for key, value in run.settings.items()
-        if key not in NOT_COMPARED and any(one.settings.get(key, value) != value for one in rivals)
+        if key not in NOT_COMPARED and any(one.settings.get(key, value) != value for one in others)
     ]

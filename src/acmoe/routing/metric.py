@@ -45,7 +45,7 @@ class ExpertMoments(StepStatistics):
     experts' tokens, so that it follows them.
     """
 
-    waits = ("last_moments", "last_count")
+    pending_names = ("last_moments", "last_count")
     moments: Tensor  # (E, 2 D): means of x - o, then means of (x - o)^2
     origin: Tensor  # (D,) o; zeros before the first batch, and in checkpoints of version 0.1
     weight: Tensor  # (E,) number of tokens in the means, discounted by momentum
@@ -68,8 +68,8 @@ class ExpertMoments(StepStatistics):
         shifted_TD = x_TD - self.origin.to(x_TD.dtype)
         both_TX = torch.cat([shifted_TD, shifted_TD.square()], dim=-1)
         moments_EX, count_E = cluster_mean(both_TX, first_T, len(self.weight), token_mask_T)
-        waiting = self.waiting_buffer("last_moments"), self.waiting_buffer("last_count")
-        record_batch(*waiting, moments_EX, count_E)
+        pending = self.pending_buffer("last_moments"), self.pending_buffer("last_count")
+        record_batch(*pending, moments_EX, count_E)
         self.count_forward()
 
     def _begin(self, x_TD: Tensor, first_T: Tensor, token_mask_T: Tensor | None) -> None:

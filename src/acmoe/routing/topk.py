@@ -70,7 +70,7 @@ class SelectionBias(StepStatistics):
     gradient. `last_load` counts the tokens of all training forwards since the last update.
     """
 
-    waits = (None, "last_load")
+    pending_names = (None, "last_load")
     bias: Tensor
     last_load: Tensor
 
@@ -90,7 +90,7 @@ class SelectionBias(StepStatistics):
     @torch.no_grad()
     def record(self, expert_ids_TK: Tensor, token_mask_T: Tensor | None) -> None:
         record_count(
-            self.waiting_buffer("last_load"), load(expert_ids_TK, self.bias.numel(), token_mask_T)
+            self.pending_buffer("last_load"), load(expert_ids_TK, self.bias.numel(), token_mask_T)
         )
         self.count_forward()
 

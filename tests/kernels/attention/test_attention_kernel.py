@@ -190,7 +190,7 @@ def test_groups_of_streams_change_nothing(device: str, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_other_tiles_change_only_the_rounding(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from acmoe.ops.attention.triton import backward, forward, queries
-    from acmoe.ops.device.settings import Blocks
+    from acmoe.ops.device.block_sizes import Blocks
 
     *tensors, upstream = draw(Shape(50, 70, 50, streams=1, heads=1), device)
     runs = []

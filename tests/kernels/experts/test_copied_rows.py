@@ -4,7 +4,7 @@ import pytest
 import torch
 from expert_cases import KERNELS, Layer, close
 
-from acmoe.ops.device.settings import Blocks
+from acmoe.ops.device.block_sizes import Blocks
 
 
 # Wide experts read rows that were copied into sorted order; here every expert counts as wide. Each
@@ -19,11 +19,11 @@ from acmoe.ops.device.settings import Blocks
     ],
 )
 def test_experts_over_copied_rows_are_the_experts(case, copy_engine, device, monkeypatch):
-    from acmoe.ops.device import tuning
+    from acmoe.ops.experts.settings import lookup
 
     blocks = Blocks(16, 32, 32, 4, 2, copy_engine)
-    monkeypatch.setattr(tuning, "OVERRIDE", dict.fromkeys(KERNELS, blocks))
-    monkeypatch.setattr(tuning, "COPY_OVERRIDE", [True, True])
+    monkeypatch.setattr(lookup, "OVERRIDE", dict.fromkeys(KERNELS, blocks))
+    monkeypatch.setattr(lookup, "COPY_OVERRIDE", [True, True])
     layer = Layer(*case, device)
     expected, found = layer.reference(), layer.fused()
     close(found, expected)
@@ -33,11 +33,11 @@ def test_experts_over_copied_rows_are_the_experts(case, copy_engine, device, mon
 
 def test_copied_rows_give_the_bits_of_gathered_ones(device, monkeypatch):
     """The same products of the same rows, in the same order."""
-    from acmoe.ops.device import tuning
+    from acmoe.ops.experts.settings import lookup
 
     results = []
     for copied in (False, True):
-        monkeypatch.setattr(tuning, "COPY_OVERRIDE", [copied, copied])
+        monkeypatch.setattr(lookup, "COPY_OVERRIDE", [copied, copied])
         layer = Layer("relu", True, (9, 16, 16, 3, 2), device)
         found = layer.fused()
         results.append([found, *layer.gradients(found)])
@@ -45,8 +45,8 @@ def test_copied_rows_give_the_bits_of_gathered_ones(device, monkeypatch):
 
 
 def test_rows_are_copied_in_sorted_order_where_experts_are_wide(device):
-    from acmoe.ops.device.rules import COPY_WIDTH
     from acmoe.ops.experts.hopper.choice import gathers
+    from acmoe.ops.experts.settings.rules import COPY_WIDTH
     from acmoe.ops.experts.triton.sizes import Sizes
     from acmoe.ops.experts.triton.tokens import row_operand
 
@@ -93,11 +93,11 @@ def test_long_rows_and_many_choices_are_copied_and_summed(T, D, K, gated, device
 
 
 def test_the_table_has_the_last_word_on_copying(monkeypatch):
-    from acmoe.ops.device import tuning
-    from acmoe.ops.device.rules import Layer
+    from acmoe.ops.experts.settings import lookup, tables
+    from acmoe.ops.experts.settings.rules import Layer
 
     layer = Layer(8, 4, 2, 8, rows=128)
-    assert not tuning.copies_rows(layer)
-    monkeypatch.setattr(tuning, "_table", lambda: {"copy/8/4/2": [False, True]})
-    assert not tuning.copies_rows(layer)
-    assert tuning.copies_rows(layer, backward=True)
+    assert not lookup.copies_rows(layer)
+    monkeypatch.setattr(tables, "package_table", lambda: {"copy/8/4/2": [False, True]})
+    assert not lookup.copies_rows(layer)
+    assert lookup.copies_rows(layer, backward=True)

@@ -5,7 +5,7 @@ import torch
 from expert_cases import CASES, KERNELS, Layer, close
 
 from acmoe.experts.mlp import ExpertMLP
-from acmoe.ops.device.settings import Blocks
+from acmoe.ops.device.block_sizes import Blocks
 from acmoe.ops.experts import ExpertWeights, expert_mlp
 from acmoe.ops.experts.autograd import fused_expert_mlp
 from acmoe.ops.sort import sort_rows
@@ -26,10 +26,10 @@ from slow_cases import mostly_slow, slow_on_cpu
 def test_the_fused_experts_are_the_experts(
     activation, bias, sizes, copy_engine, device, monkeypatch
 ):
-    from acmoe.ops.device import tuning
+    from acmoe.ops.experts.settings import lookup
 
     blocks = Blocks(16, 32, 32, 4, 2, copy_engine)
-    monkeypatch.setattr(tuning, "OVERRIDE", dict.fromkeys(KERNELS, blocks))
+    monkeypatch.setattr(lookup, "OVERRIDE", dict.fromkeys(KERNELS, blocks))
     layer = Layer(activation, bias, sizes, device)
     expected, found = layer.reference(), layer.fused()
     close(found, expected)
@@ -74,10 +74,10 @@ def test_tokens_of_16_bits_give_wide_weights_a_gradient_that_is_not_rounded(comp
 @pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_an_expert_s_rows_may_be_summed_in_parts(splits, device, monkeypatch):
     """A part has at most 16 rows, so that some experts have fewer than there are parts."""
-    from acmoe.ops.device import tuning
+    from acmoe.ops.experts.settings import lookup
 
     blocks = Blocks(16, 16, 16, 4, 2, splits=splits)
-    monkeypatch.setattr(tuning, "OVERRIDE", {"down_weight": blocks, "up_weight": blocks})
+    monkeypatch.setattr(lookup, "OVERRIDE", {"down_weight": blocks, "up_weight": blocks})
     layer = Layer("relu", True, (40, 20, 24, 4, 2), device)
     expected, found = layer.reference(), layer.fused()
     for mine, right in zip(layer.gradients(found), layer.gradients(expected), strict=True):

@@ -5,10 +5,10 @@ import torch
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.experts.mlp import ExpertMLP
-from acmoe.ops.device import rules
-from acmoe.ops.device.settings import VectorBlocks
 from acmoe.ops.experts import ExpertWeights
 from acmoe.ops.experts.autograd import fused_expert_mlp
+from acmoe.ops.experts.settings import rules
+from acmoe.ops.experts.settings.gemms import VectorBlocks
 from acmoe.ops.sort import sort_rows
 from slow_cases import mostly_slow
 

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from acmoe.ops.device import tuning
-from acmoe.ops.device.rules import Layer
-from acmoe.ops.device.settings import Blocks, PipelineConfig
+from acmoe.ops.device.block_sizes import Blocks
 from acmoe.ops.experts import ExpertWeights
+from acmoe.ops.experts.settings import lookup
+from acmoe.ops.experts.settings.gemms import PipelineConfig
+from acmoe.ops.experts.settings.rules import Layer
 from acmoe.ops.sort import sort_rows
 from slow_cases import mostly_slow
 
@@ -36,7 +37,7 @@ def fresh(monkeypatch, tmp_path):
 
 def inputs(tokens=40, dim=48, hidden=40, experts=3, top_k=2):
     """Experts of 16-bit numbers, and tokens of which two have no expert."""
-    from acmoe.ops.experts.tune.calls import Inputs
+    from acmoe.ops.experts.tune.inputs import Inputs
 
     torch.manual_seed(0)
     gate, ids = torch.rand(tokens, experts).topk(top_k)
@@ -56,7 +57,7 @@ def timed_by(monkeypatch, milliseconds):
     from acmoe.ops.experts.tune import search
 
     def time_of(call, device):
-        return milliseconds(dict(tuning.OVERRIDE), list(tuning.COPY_OVERRIDE))
+        return milliseconds(dict(lookup.OVERRIDE), list(lookup.COPY_OVERRIDE))
 
     monkeypatch.setattr(search, "_time", time_of)
     return search
@@ -81,7 +82,7 @@ def test_the_fastest_settings_become_rows_of_a_table(monkeypatch):
         "down": list(best),
         "pipeline_down": None,
     }
-    assert tuning.OVERRIDE == {} and tuning.PIPELINE_OVERRIDE == {} and tuning.COPY_OVERRIDE == []
+    assert lookup.OVERRIDE == {} and lookup.PIPELINE_OVERRIDE == {} and lookup.COPY_OVERRIDE == []
 
 
 @pytest.mark.slow
@@ -107,13 +108,13 @@ def test_a_candidate_that_is_wrong_or_fails_is_left_out(monkeypatch):
     own, wrong, failing = (Blocks(16, n, 32, 4, 2) for n in (16, 32, 64))
 
     def call():
-        held = tuning.OVERRIDE.get("up", own)
+        held = lookup.OVERRIDE.get("up", own)
         if held == failing:
             raise RuntimeError("out of resource")
         return (torch.full((80, 4), 1.5 if held == wrong else 1.0),)
 
     monkeypatch.setattr(search, "_time", lambda call, device: 1.0 if call() else 0.0)
-    monkeypatch.setattr(tuning, "blocks_for", lambda kernel, layer: own)
+    monkeypatch.setattr(lookup, "blocks_for", lambda kernel, layer: own)
     quick_are(monkeypatch, search, wrong, failing)
     assert search.fastest("up", call, inputs(), copied=False).settings == own
 
@@ -199,14 +200,14 @@ class TestSettling:
     def test_a_layer_is_measured_once_and_then_read(self, fresh, asked):
         layer = self.use(fresh)
         assert asked == [["forward", "backward"]]
-        assert tuning.blocks_for("up", layer) == Blocks(16, 32, 32, 4, 2)
-        assert tuning.pipeline_for("input", layer) == PipelineConfig("ping-pong", 6)
-        assert tuning.copies_rows(layer, backward=True) and not tuning.copies_rows(layer)
+        assert lookup.blocks_for("up", layer) == Blocks(16, 32, 32, 4, 2)
+        assert lookup.pipeline_for("input", layer) == PipelineConfig("ping-pong", 6)
+        assert lookup.copies_rows(layer, backward=True) and not lookup.copies_rows(layer)
         fresh.forget()  # another process
-        assert tuning.blocks_for("up", layer) != Blocks(16, 32, 32, 4, 2)
+        assert lookup.blocks_for("up", layer) != Blocks(16, 32, 32, 4, 2)
         self.use(fresh)
         assert len(asked) == 1
-        assert tuning.blocks_for("up", layer) == Blocks(16, 32, 32, 4, 2)
+        assert lookup.blocks_for("up", layer) == Blocks(16, 32, 32, 4, 2)
 
     def test_more_rows_are_another_layer(self, fresh, asked):
         """300 tokens of two choices are 200 rows for each of 3 experts, 512 are 342."""
@@ -236,23 +237,23 @@ class TestSettling:
         (tmp_path / "acmoe").write_text("a file where the folder should be")
         layer = self.use(fresh)
         assert "not kept for the next process" in caplog.text
-        assert tuning.blocks_for("up", layer) == Blocks(16, 32, 32, 4, 2)
+        assert lookup.blocks_for("up", layer) == Blocks(16, 32, 32, 4, 2)
 
     def test_ranks_of_a_distributed_run_measure_nothing_but_read(self, fresh, asked, monkeypatch):
         monkeypatch.setattr(fresh, "_distributed", lambda: True)
         layer = self.use(fresh)
-        assert asked == [] and layer not in tuning.MEASURED
+        assert asked == [] and layer not in lookup.MEASURED
         monkeypatch.setattr(fresh, "_distributed", lambda: False)
         self.use(fresh)
         fresh.forget()
         monkeypatch.setattr(fresh, "_distributed", lambda: True)
         self.use(fresh)
-        assert len(asked) == 1 and layer in tuning.MEASURED
+        assert len(asked) == 1 and layer in lookup.MEASURED
 
     def test_what_was_measured_can_be_used_without_measuring_more(self, fresh, asked, monkeypatch):
         monkeypatch.setenv("ACMOE_TUNE", "cached")
         layer = self.use(fresh)
-        assert asked == [] and layer not in tuning.MEASURED
+        assert asked == [] and layer not in lookup.MEASURED
 
     def test_a_cpu_is_never_tuned(self, fresh, asked):
         given = inputs()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from acmoe.ops.device import tuning
-from acmoe.ops.device.settings import GROUPED_MM, PipelineConfig
 from acmoe.ops.experts.grouped_mm import rows_by_torch, weights_by_torch
+from acmoe.ops.experts.settings import lookup, tables
+from acmoe.ops.experts.settings.gemms import GROUPED_MM, PipelineConfig
 from acmoe.ops.sort import sort_rows
 
 pytest.importorskip("triton")
@@ -51,7 +51,7 @@ def test_its_products_are_those_of_a_float64_loop(device: str) -> None:
 @pytest.fixture
 def inputs(device: str) -> Any:
     """Experts of 16 bits, tokens of which two have no expert."""
-    from acmoe.ops.experts.tune.calls import Inputs
+    from acmoe.ops.experts.tune.inputs import Inputs
 
     torch.manual_seed(0)
     ids = torch.rand(20, 3).topk(2).indices
@@ -83,7 +83,7 @@ def test_a_gemm_runs_on_it_and_agrees_with_triton(
     build = forward_calls if kernel == "down" else backward_calls
     call = build(inputs)[kernel]
     with copying(True, True):
-        with trying(kernel, tuning.blocks_for(kernel, inputs.sizes.layer(torch.bfloat16))):
+        with trying(kernel, lookup.blocks_for(kernel, inputs.sizes.layer(torch.bfloat16))):
             (wanted,) = call()
         assert not used
         with trying(kernel, GROUPED_MM):
@@ -116,14 +116,14 @@ def test_it_is_refused_where_it_would_be_wrong_or_wait(
 
 
 def test_a_table_may_name_it() -> None:
-    assert tuning.is_row("pipeline_down/8/8/2", ["torch", 0])
-    assert tuning.is_row("pipeline_up_weight/8/8/2", list(GROUPED_MM))
-    assert not tuning.is_row("pipeline_hidden/8/8/2", ["torch", 0])
-    assert not tuning.is_row("pipeline_down/8/8/2", list(PipelineConfig("torch", 3)))
+    assert tables.is_row("pipeline_down/8/8/2", ["torch", 0])
+    assert tables.is_row("pipeline_up_weight/8/8/2", list(GROUPED_MM))
+    assert not tables.is_row("pipeline_hidden/8/8/2", ["torch", 0])
+    assert not tables.is_row("pipeline_down/8/8/2", list(PipelineConfig("torch", 3)))
 
 
 def test_the_tuning_at_first_use_tries_it() -> None:
-    from acmoe.ops.device.rules import Layer
+    from acmoe.ops.experts.settings.rules import Layer
     from acmoe.ops.experts.tune.candidates import quick
 
     layer = Layer(2048, 1408, 64, 2816, rows=2048)

@@ -6,7 +6,7 @@ N rows, E experts; O, I the two sides of a weight.
 import torch
 from pipeline_cases import assert_sums_of_experts, drawn, plan_of
 
-from acmoe.ops.device.settings import PipelineConfig
+from acmoe.ops.experts.settings.gemms import PipelineConfig
 from slow_cases import mostly_slow
 
 # Last blocks of 1 to 63 rows behind none to five full ones; none; and full blocks alone.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from expert_cases import KERNELS, Layer, close
 
-from acmoe.ops.device.settings import Blocks
+from acmoe.ops.device.block_sizes import Blocks
 from slow_cases import mostly_slow
 
 ONE_A_TILE = Blocks(16, 32, 32, 4, 2, True, 1)
@@ -26,9 +26,9 @@ ROW_GEMMS, WEIGHT_GEMMS = slice(0, 2), slice(2, 4)
 
 def results(layer, blocks, monkeypatch):
     """Output and gradients by all six products with these blocks."""
-    from acmoe.ops.device import tuning
+    from acmoe.ops.experts.settings import lookup
 
-    monkeypatch.setattr(tuning, "OVERRIDE", dict.fromkeys(KERNELS, blocks))
+    monkeypatch.setattr(lookup, "OVERRIDE", dict.fromkeys(KERNELS, blocks))
     out = layer.fused()
     return out, layer.gradients(out)
 
@@ -38,10 +38,10 @@ def test_few_programs_compute_what_one_a_tile_does(
     activation, sizes, copied, one_expert, device, monkeypatch
 ):
     """Products by rows sum in the same order; weights take an expert's odd rows first, not last."""
-    from acmoe.ops.device import tuning
+    from acmoe.ops.experts.settings import lookup
 
     if copied:
-        monkeypatch.setattr(tuning, "COPY_OVERRIDE", [True, True])
+        monkeypatch.setattr(lookup, "COPY_OVERRIDE", [True, True])
     layer = Layer(activation, True, sizes, device, one_expert=one_expert)
     out, right = results(layer, ONE_A_TILE, monkeypatch)
     found, mine = results(layer, ONE_A_TILE._replace(persistent=1), monkeypatch)
@@ -65,13 +65,13 @@ def test_few_programs_sum_an_expert_s_rows_in_parts(device, monkeypatch):
 @mostly_slow("gather", ["none", "p", "q"], keep=(1,))
 def test_what_an_expert_does_not_own_never_enters_its_sums(gather, device, monkeypatch):
     """Rows for no expert are never written: here they, and a token they alone name, are NaN."""
-    from acmoe.ops.device import tuning
+    from acmoe.ops.experts.settings import lookup
     from acmoe.ops.experts.triton.launch import run_weight
     from acmoe.ops.experts.triton.sizes import Sizes
     from acmoe.ops.experts.triton.tiles import Plan
 
     blocks = Blocks(16, 16, 16, 4, 2, True, 1, 1)
-    monkeypatch.setattr(tuning, "OVERRIDE", {"down_weight": blocks})
+    monkeypatch.setattr(lookup, "OVERRIDE", {"down_weight": blocks})
     torch.manual_seed(0)
     # Experts of 5 rows (no whole block), none, 16 (one) and 35 (two and an odd one); 4 for nobody.
     end = torch.tensor([5, 5, 21, 56], device=device)
@@ -132,32 +132,33 @@ def test_the_copy_engine_reads_views_that_begin_anywhere(device, monkeypatch):
 
 def test_a_gated_product_has_room_and_warps_for_two_accumulators(monkeypatch):
     """A table of block sizes knows no activation: four warps were measured for GELU."""
-    from acmoe.ops.device import tuning
+    from acmoe.ops.experts.settings import lookup
     from acmoe.ops.experts.triton import launch as experts
     from acmoe.ops.experts.triton.sizes import Sizes
 
-    monkeypatch.setattr(tuning, "OVERRIDE", {"up": Blocks(128, 128, 64, 4, 3, True, 0, 2)})
+    monkeypatch.setattr(lookup, "OVERRIDE", {"up": Blocks(128, 128, 64, 4, 3, True, 0, 2)})
     sizes = Sizes(64, 384, 1536, 16, 2, "gelu")
     assert experts._blocks("up", sizes, torch.bfloat16)[3:] == (4, 3, True, 0, 2)
     gated = sizes._replace(act="swiglu")
     assert experts._blocks("up", gated, torch.bfloat16)[3:] == (8, 3, True, 0, 1)
     # And no tile of 256 columns: with gate and up its three stages would take 240 KiB.
-    monkeypatch.setattr(tuning, "OVERRIDE", {"up": Blocks(128, 256, 64, 8, 3, True)})
+    monkeypatch.setattr(lookup, "OVERRIDE", {"up": Blocks(128, 256, 64, 8, 3, True)})
     assert experts._blocks("up", sizes, torch.bfloat16).n == 256
     assert experts._blocks("up", gated, torch.bfloat16).n == 128
 
 
 @pytest.mark.parametrize(("capability", "tuned"), [((9, 0), True), ((8, 0), False)])
 def test_block_sizes_that_fill_a_hopper_are_for_those_alone(capability, tuned, monkeypatch):
-    from acmoe.ops.device import tuning
-    from acmoe.ops.device.rules import Layer
+    from acmoe.ops import device_support
+    from acmoe.ops.experts.settings import lookup, tables
+    from acmoe.ops.experts.settings.rules import Layer
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(tuning, "_table", lambda: {"up/64/64/2": [16, 16, 16, 4, 2]})
-    tuning.has_shared_memory.cache_clear()
+    monkeypatch.setattr(tables, "package_table", lambda: {"up/64/64/2": [16, 16, 16, 4, 2]})
+    device_support.has_large_shared_memory.cache_clear()
     try:
-        blocks = tuning.blocks_for("up", Layer(64, 64, 2, 128, rows=128))
+        blocks = lookup.blocks_for("up", Layer(64, 64, 2, 128, rows=128))
     finally:
-        tuning.has_shared_memory.cache_clear()
+        device_support.has_large_shared_memory.cache_clear()
     assert (blocks == Blocks(16, 16, 16, 4, 2)) == tuned

@@ -69,9 +69,11 @@ class TestChoice:
     def test_a_pipeline_that_would_hang_or_does_not_exist_is_refused(
         self, kernel, settings, reason, monkeypatch
     ):
-        from acmoe.ops.device import tuning
+        from acmoe.ops.experts.settings import tables
 
-        monkeypatch.setattr(tuning, "_table", lambda: {f"pipeline_{kernel}/256/256/4": settings})
+        monkeypatch.setattr(
+            tables, "package_table", lambda: {f"pipeline_{kernel}/256/256/4": settings}
+        )
         assert reason in self.unsupported(kernel, (256, 256, 4))
 
     @pytest.mark.parametrize(
@@ -104,10 +106,10 @@ class TestChoice:
 
     def test_tokens_are_the_narrow_side_of_a_tile(self, monkeypatch):
         """up_weight of rows: 128 of 2F by 256 features; of tokens: 128 features by 256 of 2F."""
-        from acmoe.ops.device import tuning
+        from acmoe.ops.experts.settings import tables
 
         settings = {"pipeline_up_weight/192/256/4": ["cooperative", 4, 0, 0, True]}
-        monkeypatch.setattr(tuning, "_table", lambda: settings)
+        monkeypatch.setattr(tables, "package_table", lambda: settings)
         assert self.unsupported("up_weight", (192, 256, 4), gather=True) is None
         assert "larger than 192 by 512" in self.unsupported("up_weight", (192, 256, 4))
 
@@ -133,9 +135,9 @@ class TestChoice:
 
     def test_a_pipeline_of_the_table_never_waits_forever(self):
         """A group waits for blocks that the other must have: the table's shapes have them."""
-        from acmoe.ops.device import tuning
+        from acmoe.ops.experts.settings import tables
 
-        for name, row in tuning._table().items():
+        for name, row in tables.package_table().items():
             kernel, *sizes = name.split("/")
             if kernel.startswith("pipeline_") and row is not None:
                 product = kernel.removeprefix("pipeline_")

@@ -51,7 +51,7 @@ def noted(called, function):
 def test_rows_gemms_by_a_pipeline_are_their_products(
     across, inner, outer, settings, device, hopper_launch
 ):
-    from acmoe.ops.device.settings import PipelineConfig
+    from acmoe.ops.experts.settings.gemms import PipelineConfig
 
     plan = plan_of(COUNTS, NOBODY, device)
     a_NI = drawn(plan.num_rows, inner, device=device)
@@ -80,7 +80,7 @@ def test_rows_gemms_by_a_pipeline_are_their_products(
 def test_the_activation_s_backward_behind_the_product(
     counts, dim, hidden, settings, over, device, hopper_launch
 ):
-    from acmoe.ops.device.settings import PipelineConfig
+    from acmoe.ops.experts.settings.gemms import PipelineConfig
 
     plan = plan_of(counts, NOBODY, device)
     x_ND = drawn(plan.num_rows, dim, device=device)
@@ -116,7 +116,7 @@ def test_weight_gradients_by_a_pipeline_see_their_expert_s_rows_alone(
     widths, device, hopper_launch
 ):
     """Rows for no expert, which nobody writes, are NaN. An expert without rows gets zeros."""
-    from acmoe.ops.device.settings import PipelineConfig
+    from acmoe.ops.experts.settings.gemms import PipelineConfig
 
     plan, routed = plan_of(COUNTS, NOBODY, device), sum(COUNTS)
     p_NO, q_NI = (drawn(plan.num_rows, width, device=device) for width in widths)
@@ -135,7 +135,7 @@ def test_gathered_weight_gradients_see_their_expert_s_tokens_alone(
     transposed, stages, widths, device, hopper_launch
 ):
     """Rows for no expert are NaN, and so are the tokens that only they name."""
-    from acmoe.ops.device.settings import PipelineConfig
+    from acmoe.ops.experts.settings.gemms import PipelineConfig
 
     plan, routed = plan_of(COUNTS, NOBODY, device, top_k=2), sum(COUNTS)
     x_TD = drawn(plan.num_rows // 2, widths[0], device=device)
@@ -168,7 +168,7 @@ def test_gathered_weight_gradients_see_their_expert_s_tokens_alone(
 def test_a_layer_by_pipelined_gemms_is_the_layer(
     copied, gathers, dtype, calls, device, hopper_launch, fresh_choice, monkeypatch
 ):
-    from acmoe.ops.device import tuning
+    from acmoe.ops.experts.settings import tables
 
     called = []
     for name in ("launch_weights", "launch_gathered_weights"):
@@ -181,7 +181,7 @@ def test_a_layer_by_pipelined_gemms_is_the_layer(
         "pipeline_up_weight/256/256/4": ["cooperative", 2, 0, 0, gathers],
         "copy/256/256/4": [False, copied],
     }
-    monkeypatch.setattr(tuning, "user_table", lambda: table)
+    monkeypatch.setattr(tables, "user_table", lambda: table)
     monkeypatch.setattr(fresh_choice, "gluon_unsupported", lambda device: None)
     layer = Layer("swiglu", False, (37, 256, 256, 4, 2), device)
     expected = layer.reference().detach(), *layer.gradients(layer.reference())

@@ -126,14 +126,14 @@ def group(monkeypatch, *, by_expert):
     gpu=range(8),
 )
 def test_gemms_of_rows_are_their_products(persistent, gather, by_expert, device, monkeypatch):
-    from acmoe.ops.device import tuning
-    from acmoe.ops.device.settings import Blocks
+    from acmoe.ops.device.block_sizes import Blocks
+    from acmoe.ops.experts.settings import lookup
     from acmoe.ops.experts.triton import launch
 
     group(monkeypatch, by_expert=by_expert)
     blocks = Blocks(128, 32, 16, 8, 2, True, 0, persistent)
     names = ("up", "down", "input")
-    monkeypatch.setattr(tuning, "OVERRIDE", dict.fromkeys(names, blocks))
+    monkeypatch.setattr(lookup, "OVERRIDE", dict.fromkeys(names, blocks))
     plan, D, F, E = plan_of(COUNTS, NOBODY, device), 32, 48, len(COUNTS)
     x_ND, up_EWD = drawn(plan.num_rows, D, device=device), drawn(E, 2 * F, D, device=device)
     down_EDF, size = drawn(E, D, F, device=device), Sizes(plan.num_rows, D, F, E, 1, "swiglu")
@@ -157,7 +157,7 @@ def test_gemms_of_rows_are_their_products(persistent, gather, by_expert, device,
 def test_hopper_gemms_of_groups_by_expert_are_their_products(
     settings, device, hopper_launch, monkeypatch
 ):
-    from acmoe.ops.device.settings import PipelineConfig
+    from acmoe.ops.experts.settings.gemms import PipelineConfig
 
     group(monkeypatch, by_expert=True)
     counts, inner, outer = (130, 0, 64, 200, 1), 192, 256
@@ -174,7 +174,7 @@ def test_hopper_gemms_of_groups_by_expert_are_their_products(
 
 def test_hopper_s_up_and_hidden_take_groups_by_expert(device, hopper_launch, monkeypatch):
     """The sum over gate * a * (grad @ down): by h it is dh, by the gate its gradient."""
-    from acmoe.ops.device.settings import PipelineConfig
+    from acmoe.ops.experts.settings.gemms import PipelineConfig
 
     group(monkeypatch, by_expert=True)
     counts, D, F = (130, 0, 64, 200, 1), 128, 192

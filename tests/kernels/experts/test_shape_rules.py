@@ -4,9 +4,11 @@ with what was measured."""
 import pytest
 import torch
 
-from acmoe.ops.device import rules, tuning
-from acmoe.ops.device.rules import Layer
-from acmoe.ops.device.settings import GEMMS, WEIGHT_GEMMS, Blocks, PipelineConfig
+from acmoe.ops import device_support
+from acmoe.ops.device.block_sizes import Blocks
+from acmoe.ops.experts.settings import lookup, rules
+from acmoe.ops.experts.settings.gemms import GEMMS, WEIGHT_GEMMS, PipelineConfig
+from acmoe.ops.experts.settings.rules import Layer
 
 SHARED = 227 * 1024  # bytes of a program on H100, H200 and B200
 # Features, hidden units, experts, rows of an expert: published models, and sizes nobody would take.
@@ -63,14 +65,14 @@ def test_the_rules_agree_with_what_was_measured():
     for sizes in ((2048, 1024, 64), (2048, 768, 128), (1536, 256, 128), (4096, 14336, 8)):
         one = layer(*sizes, rows=4096)
         for backward in (False, True):
-            measured = tuning.copies_rows(one, backward=backward)
+            measured = lookup.copies_rows(one, backward=backward)
             assert rules.copies(one, backward=backward) == measured
         copied = rules.copies(one, backward=True)
         for kernel in GEMMS:
-            if rules.blocks(kernel, one, copied=copied)[:2] != tuning.blocks_for(kernel, one)[:2]:
+            if rules.blocks(kernel, one, copied=copied)[:2] != lookup.blocks_for(kernel, one)[:2]:
                 missed.append((kernel, sizes[1]))
             if kernel != "up":
-                pipeline = tuning.pipeline_for(kernel, one)
+                pipeline = lookup.pipeline_for(kernel, one)
                 rule = rules.pipeline(kernel, one, copied=copied)
                 if rule != pipeline and (rule and rule[:2]) != (pipeline and pipeline[:2]):
                     missed.append((f"pipeline_{kernel}", sizes[1]))
@@ -98,7 +100,7 @@ def test_the_rules_agree_with_what_was_measured():
     ],
 )
 def test_which_pipeline_a_layer_gets(sizes, kernel, expected):
-    assert tuning.pipeline_for(kernel, layer(*sizes)) == expected
+    assert lookup.pipeline_for(kernel, layer(*sizes)) == expected
 
 
 @pytest.mark.parametrize(
@@ -113,15 +115,15 @@ def test_which_pipeline_a_layer_gets(sizes, kernel, expected):
     ],
 )
 def test_which_blocks_a_layer_gets(sizes, kernel, expected):
-    assert tuning.blocks_for(kernel, layer(*sizes)) == expected
+    assert lookup.blocks_for(kernel, layer(*sizes)) == expected
 
 
 def test_wide_numbers_and_smaller_cards_get_small_tiles_without_tma(monkeypatch):
     one = layer(2048, 1408, 64, 2048)
     single = one._replace(dtype=torch.float32)
-    assert tuning.blocks_for("up", single) == Blocks(64, 64, 32, 4, 2)
-    monkeypatch.setattr(tuning, "has_shared_memory", lambda: False)
-    assert tuning.blocks_for("up", one) == Blocks(128, 128, 64, 8, 3)
+    assert lookup.blocks_for("up", single) == Blocks(64, 64, 32, 4, 2)
+    monkeypatch.setattr(device_support, "has_large_shared_memory", lambda: False)
+    assert lookup.blocks_for("up", one) == Blocks(128, 128, 64, 8, 3)
 
 
 @pytest.mark.parametrize("kernel", ["up", "down", "hidden", "input"])
@@ -129,10 +131,10 @@ def test_wide_numbers_and_smaller_cards_get_small_tiles_without_tma(monkeypatch)
 def test_tiles_of_few_rows_hold_an_average_expert_and_fit_on_every_card(kernel, rows, monkeypatch):
     """99 KiB of shared memory a program are the least that a card has (L40, RTX 40 and 50)."""
     few = layer(2048, 1024, 64, rows)
-    assert rows <= tuning.blocks_for(kernel, few).m <= max(16, 2 * rows)
+    assert rows <= lookup.blocks_for(kernel, few).m <= max(16, 2 * rows)
     assert rules.copies(few._replace(width=8192), backward=False) == (rows == 64)
-    monkeypatch.setattr(tuning, "has_shared_memory", lambda: False)
-    one = tuning.blocks_for(kernel, few)
+    monkeypatch.setattr(device_support, "has_large_shared_memory", lambda: False)
+    one = lookup.blocks_for(kernel, few)
     columns = one.n * (2 if kernel == "up" else 1)
     assert one.num_stages * (one.m + columns) * one.k * 2 <= 99 * 1024
     assert (one.tma, one.persistent) == (False, 0)

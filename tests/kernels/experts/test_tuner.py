@@ -35,10 +35,10 @@ def tuner(hopper_launch, fresh_choice, monkeypatch):
 
 
 def copied(monkeypatch, rows, experts=4):
-    from acmoe.ops.device import tuning
+    from acmoe.ops.experts.settings import tables
 
     table = {f"copy/256/256/{experts}": [False, rows]}
-    monkeypatch.setattr(tuning, "user_table", lambda: table)
+    monkeypatch.setattr(tables, "user_table", lambda: table)
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_every_pipeline_computes_the_gemm(rows, tuner, monkeypatch):
 def test_winners_are_written_one_by_one(tuner, tmp_path, monkeypatch):
     from acmoe.lab.bench.shapes import find_shape
     from acmoe.lab.bench.tune import candidates as tune_candidates
-    from acmoe.ops.device import tuning
+    from acmoe.ops.experts.settings import lookup
 
     copied(monkeypatch, True, experts=2)
     for name, few in (("_PING_PONG", (3,)), ("_COOPERATIVE", ())):
@@ -82,7 +82,7 @@ def test_winners_are_written_one_by_one(tuner, tmp_path, monkeypatch):
         assert row["candidates"][0]["ms"] == row["ms"] <= row["second_ms"]
     assert [row["kernel"] for row in rows] == list(kernels)
     assert len(said) == 2 and said[1] == "9x256x256x2x1: pipeline_down, 2 candidates"
-    assert tuning.OVERRIDE == {} and tuning.PIPELINE_OVERRIDE == {}
+    assert lookup.OVERRIDE == {} and lookup.PIPELINE_OVERRIDE == {}
 
 
 @mostly_slow("name", ["9x24x32x4x2-relu", "9x200x328x2x2"])

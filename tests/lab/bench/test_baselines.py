@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from acmoe.lab.bench.implementations.baselines import CONTESTANTS
 from acmoe.lab.bench.implementations.check import TOLERANCE
 from acmoe.lab.bench.implementations.plain import grouped_layer
+from acmoe.lab.bench.implementations.registry import IMPLEMENTATIONS
 from acmoe.lab.bench.layer import LayerConfig, check_layer, draw_trial
 from acmoe.lab.bench.shapes import SHAPES
 
@@ -104,8 +104,8 @@ def test_an_adapter_gives_its_package_the_layer_we_mean(
     for stand_in in STAND_INS[name]:
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     trial = draw_trial(SHAPES[shape], LayerConfig(dtype="fp32"), CPU)
-    (rival,) = [one for one in CONTESTANTS if one.name == name]
-    check_layer(rival.build(trial.shape, trial.weights), trial).require(TOLERANCE[torch.float32])
+    (baseline,) = [one for one in IMPLEMENTATIONS if one.name == name]
+    check_layer(baseline.build(trial.shape, trial.weights), trial).require(TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-relu"])

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import UserError
-from acmoe.lab.bench.implementations.baselines import CONTESTANTS, Contestant, find_contestants
 from acmoe.lab.bench.implementations.check import Errors, WrongResultError, compare, reference
 from acmoe.lab.bench.implementations.ours import build_ours
 from acmoe.lab.bench.implementations.plain import activate, route
+from acmoe.lab.bench.implementations.registry import (
+    IMPLEMENTATIONS,
+    Implementation,
+    find_implementations,
+)
 from acmoe.lab.bench.implementations.weights import Weights
 from acmoe.lab.bench.layer import BOTH, FORWARD, LayerConfig, bench_layer, draw_trial
 from acmoe.lab.bench.shapes import SHAPES, Shape, find_shape, find_shapes
@@ -20,14 +24,14 @@ from acmoe.recipes.nano import switch_nano
 CPU = torch.device("cpu")
 
 
-def entrant(name: str, change: Callable[[Tensor], Tensor]) -> Contestant:
+def entrant(name: str, change: Callable[[Tensor], Tensor]) -> Implementation:
     """Our layer with a changed output."""
 
     def build(shape: Shape, weights: Weights) -> Callable[[Tensor], Tensor]:
         layer = build_ours(shape, weights, "torch")
         return lambda x: change(layer(x))
 
-    return Contestant(name=name, unsupported=lambda shape, x: None, build=build)
+    return Implementation(name=name, unsupported=lambda shape, x: None, build=build)
 
 
 def fail(y: Tensor) -> Tensor:
@@ -37,7 +41,7 @@ def fail(y: Tensor) -> Tensor:
 def test_a_contestant_whose_output_is_a_tenth_too_large_gets_no_time() -> None:
     entrants = [entrant("right", lambda y: y), entrant("wrong", lambda y: 1.1 * y)]
     config = LayerConfig(shapes=("tiny",), repeat=2, device="cpu")
-    rows = bench_layer(config, contestants=entrants).rows
+    rows = bench_layer(config, implementations=entrants).rows
     (wrong,) = [row for row in rows if row["contestant"] == "wrong"]
     # 1.1 y is off by a tenth of y, and so is its gradient
     assert "1.0e-01 forward, 1.0e-01 gradient" in wrong["refused"]
@@ -50,14 +54,14 @@ def test_a_contestant_whose_output_is_a_tenth_too_large_gets_no_time() -> None:
 def test_a_contestant_with_the_right_output_and_a_wrong_gradient_is_refused() -> None:
     bent = entrant("bent", lambda y: y.detach() + 0.9 * (y - y.detach()))
     config = LayerConfig(shapes=("tiny-relu",), repeat=2, device="cpu", dtype="fp32")
-    *_, row = bench_layer(config, contestants=[bent]).rows
+    *_, row = bench_layer(config, implementations=[bent]).rows
     assert "1.0e-01 gradient" in row["refused"] and row["ms"] is None
 
 
 def test_a_contestant_that_fails_or_gives_nan_does_not_end_the_run() -> None:
     broken = [entrant("broken", fail), entrant("nan", lambda y: y * float("nan"))]
     config = LayerConfig(shapes=("tiny",), repeat=2, device="cpu")
-    _, first, second = bench_layer(config, contestants=broken).rows
+    _, first, second = bench_layer(config, implementations=broken).rows
     assert first["refused"] == "RuntimeError: no such kernel"
     assert "nan forward" in second["refused"]
 
@@ -251,7 +255,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(UserError, match=r"shape 'olm' is unknown; choose among olmoe"):
         find_shapes(["olm"], CPU)
     with pytest.raises(UserError, match=r"rival 'sonic' is unknown; choose among acmoe"):
-        find_contestants(["sonic"])
+        find_implementations(["sonic"])
     with pytest.raises(UserError, match=r"dtype='int8' is unknown"):
         LayerConfig(dtype="int8")
     with pytest.raises(UserError, match="CUDA graphs"):
@@ -259,10 +263,10 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 
 
 def test_the_reference_backend_takes_part_only_when_named() -> None:
-    default = [one.name for one in find_contestants([])]
+    default = [one.name for one in find_implementations([])]
     assert "torch" not in default and default[0] == "acmoe"
-    assert [one.name for one in find_contestants(["torch"])] == ["acmoe", "torch"]
-    assert len({one.name for one in CONTESTANTS}) == len(CONTESTANTS)
+    assert [one.name for one in find_implementations(["torch"])] == ["acmoe", "torch"]
+    assert len({one.name for one in IMPLEMENTATIONS}) == len(IMPLEMENTATIONS)
 
 
 def test_a_report_on_the_rival_that_is_slow_to_start_has_a_name_of_its_own():

@@ -13,9 +13,11 @@ from acmoe.lab.bench.shapes import SHAPES
 from acmoe.lab.bench.tune import search as tune
 from acmoe.lab.bench.tune.candidates import KERNELS, blocks, compile_jobs, trying
 from acmoe.lab.bench.tune.search import TuneConfig, bench_tune, rank, reading, write_winners
-from acmoe.ops.device import tuning
-from acmoe.ops.device.rules import Layer
-from acmoe.ops.device.settings import Blocks, PipelineConfig
+from acmoe.ops import device_support
+from acmoe.ops.device.block_sizes import Blocks
+from acmoe.ops.experts.settings import lookup, tables
+from acmoe.ops.experts.settings.gemms import PipelineConfig
+from acmoe.ops.experts.settings.rules import Layer
 
 CPU = torch.device("cpu")
 
@@ -82,7 +84,7 @@ def kernel_of(results: dict[int, float]) -> Callable[[], tuple[Tensor]]:
     """A kernel whose result depends on its block height; a height it does not know fails."""
 
     def call() -> tuple[Tensor]:
-        held = tuning.OVERRIDE.get("up")
+        held = lookup.OVERRIDE.get("up")
         return (torch.full((4,), 1.0 if held is None else results[held.m]),)
 
     return call
@@ -94,7 +96,7 @@ def test_the_tuner_drops_candidates_that_fail_or_compute_something_else() -> Non
     found = rank("up", kernel_of(heights), tried, CPU, 2)
     assert sorted(one.candidate.m for one in found if isinstance(one.candidate, Blocks)) == [16, 32]
     assert found[0].ms <= found[1].ms
-    assert tuning.OVERRIDE == {}
+    assert lookup.OVERRIDE == {}
 
 
 def test_a_kernel_no_candidate_can_run_is_named() -> None:
@@ -111,7 +113,7 @@ def test_what_the_last_candidate_left_in_memory_is_not_a_result(
     one that is."""
 
     def call() -> tuple[Tensor]:
-        held = tuning.OVERRIDE.get("up")
+        held = lookup.OVERRIDE.get("up")
         y = torch.empty(4, size, dtype=dtype)
         return (y if held is not None and held.m == 32 else y.fill_(1.5),)
 
@@ -122,7 +124,7 @@ def test_what_the_last_candidate_left_in_memory_is_not_a_result(
 
 def test_one_wrong_row_of_thousands_is_seen() -> None:
     def call() -> tuple[Tensor]:
-        held = tuning.OVERRIDE.get("up")
+        held = lookup.OVERRIDE.get("up")
         y = torch.ones(5000, 4)
         if held is not None and held.m == 32:
             y[4321] = 0
@@ -136,11 +138,11 @@ def test_pipelines_are_compared_with_the_gemm_without_one() -> None:
     """Not with the pipeline of the table, which may be the one that is wrong."""
 
     def call() -> tuple[Tensor]:
-        pipeline = tuning.pipeline_for("hidden", sized(512, 512, 8))
+        pipeline = lookup.pipeline_for("hidden", sized(512, 512, 8))
         return (torch.full((4,), 1.0 if pipeline is None else 1.5),)
 
     tried = [None, PipelineConfig("ping-pong", 5, 2), PipelineConfig("ping-pong", 4, 4)]
-    assert tuning.pipeline_for("hidden", sized(512, 512, 8)) is not None
+    assert lookup.pipeline_for("hidden", sized(512, 512, 8)) is not None
     assert [one.candidate for one in rank("pipeline_hidden", call, tried, CPU, 2)] == [None]
 
 
@@ -148,12 +150,12 @@ def test_a_candidate_is_tried_on_top_of_what_was_found_before() -> None:
     """Pipelines are measured against GEMMs with the best blocks, not by those of the old table."""
     best, settings = Blocks(16, 16, 16, 4, 2), PipelineConfig("ping-pong", 4)
     with trying("down", best), trying("pipeline_down", settings):
-        assert tuning.blocks_for("down", sized(8, 8, 2)) == best
-        assert tuning.pipeline_for("down", sized(8, 8, 2)) == settings
+        assert lookup.blocks_for("down", sized(8, 8, 2)) == best
+        assert lookup.pipeline_for("down", sized(8, 8, 2)) == settings
         with trying("pipeline_down", None):
-            assert tuning.pipeline_for("down", sized(8, 8, 2)) is None
-        assert tuning.pipeline_for("down", sized(8, 8, 2)) == settings
-    assert tuning.OVERRIDE == {} and tuning.PIPELINE_OVERRIDE == {}
+            assert lookup.pipeline_for("down", sized(8, 8, 2)) is None
+        assert lookup.pipeline_for("down", sized(8, 8, 2)) == settings
+    assert lookup.OVERRIDE == {} and lookup.PIPELINE_OVERRIDE == {}
 
 
 class TestOwnTable:
@@ -163,9 +165,9 @@ class TestOwnTable:
     def own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         path = tmp_path / "own.json"
         monkeypatch.setenv("ACMOE_TUNED", str(path))
-        tuning.clear_cache()
+        tables.clear_cache()
         yield path
-        tuning.clear_cache()
+        tables.clear_cache()
 
     def test_its_rows_come_before_the_package_s(self, own: Path) -> None:
         mine = Blocks(16, 32, 32, 4, 2)
@@ -179,36 +181,36 @@ class TestOwnTable:
             own,
         )
         shape = (2048, 1024, 64)
-        assert tuning.blocks_for("up", sized(*shape)) == mine
-        assert tuning.blocks_for("down", sized(*shape)).m == 128  # the package's
-        assert tuning.pipeline_for("down", sized(*shape)) is None
-        assert tuning.pipeline_for("input", sized(*shape)) == PipelineConfig(
+        assert lookup.blocks_for("up", sized(*shape)) == mine
+        assert lookup.blocks_for("down", sized(*shape)).m == 128  # the package's
+        assert lookup.pipeline_for("down", sized(*shape)) is None
+        assert lookup.pipeline_for("input", sized(*shape)) == PipelineConfig(
             "cooperative", 4
         )  # the package's
-        assert tuning.pipeline_for("hidden", sized(512, 512, 8)) is None  # the rule has one
-        assert tuning.pipeline_for("input", sized(512, 512, 8)) == PipelineConfig("ping-pong", 5)
+        assert lookup.pipeline_for("hidden", sized(512, 512, 8)) is None  # the rule has one
+        assert lookup.pipeline_for("input", sized(512, 512, 8)) == PipelineConfig("ping-pong", 5)
 
     def test_it_is_for_any_card_and_the_package_s_for_hopper_and_blackwell(
         self, own: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         mine = Blocks(64, 64, 32, 4, 3)
         write_winners({"up/2048/1024/64": mine}, own)
-        monkeypatch.setattr(tuning, "has_shared_memory", lambda: False)
-        assert tuning.blocks_for("up", sized(2048, 1024, 64)) == mine
+        monkeypatch.setattr(device_support, "has_large_shared_memory", lambda: False)
+        assert lookup.blocks_for("up", sized(2048, 1024, 64)) == mine
         rule = Blocks(128, 128, 64, 8, 3)
-        assert tuning.blocks_for("down", sized(2048, 1024, 64)) == rule
+        assert lookup.blocks_for("down", sized(2048, 1024, 64)) == rule
 
     def test_the_tuner_looks_into_the_one_it_writes(self, own: Path, tmp_path: Path) -> None:
         other = tmp_path / "other.json"
         write_winners({"pipeline_input/8/8/2": PipelineConfig("ping-pong", 4)}, own)
         write_winners({"pipeline_input/8/8/2": PipelineConfig("ping-pong", 5)}, other)
         with reading(other):
-            assert tuning.pipeline_for("input", sized(8, 8, 2)) == PipelineConfig("ping-pong", 5)
-        assert tuning.pipeline_for("input", sized(8, 8, 2)) == PipelineConfig("ping-pong", 4)
+            assert lookup.pipeline_for("input", sized(8, 8, 2)) == PipelineConfig("ping-pong", 5)
+        assert lookup.pipeline_for("input", sized(8, 8, 2)) == PipelineConfig("ping-pong", 4)
 
     def test_one_that_does_not_exist_is_named(self, own: Path) -> None:
         with pytest.raises(UserError, match=r"ACMOE_TUNED=.*own.json does not exist; .*--table"):
-            tuning.pipeline_for("down", sized(8, 8, 2))
+            lookup.pipeline_for("down", sized(8, 8, 2))
 
     @pytest.mark.parametrize(
         ("text", "reason"),
@@ -236,7 +238,7 @@ class TestOwnTable:
     def test_one_that_was_damaged_is_named(self, own: Path, text: str, reason: str) -> None:
         own.write_text(text)
         with pytest.raises(UserError, match=reason):
-            tuning.blocks_for("up", sized(8, 8, 2))
+            lookup.blocks_for("up", sized(8, 8, 2))
         with pytest.raises(UserError, match=reason):
             write_winners({"up/8/8/2": Blocks(16, 16, 16, 4, 2)}, own)
         assert own.read_text() == text  # nothing is lost
@@ -247,7 +249,7 @@ def test_a_card_that_the_package_s_table_is_not_for_needs_one_of_its_own(
 ) -> None:
     monkeypatch.delenv("ACMOE_TUNED", raising=False)
     monkeypatch.setattr(tune, "pick_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(tuning, "has_shared_memory", lambda: False)
+    monkeypatch.setattr(device_support, "has_large_shared_memory", lambda: False)
     with pytest.raises(UserError, match=r"for H100, H200 and B200, .* --table"):
         bench_tune(TuneConfig())
 
@@ -258,7 +260,7 @@ def test_a_table_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_the_package_sown_table_reads() -> None:
-    table = tuning.read_table(tuning.TABLE)
+    table = tables.read_table(tables.TABLE)
     assert {name.split("/")[0] for name in table} >= {"up", "copy", "pipeline_down"}
 
 
@@ -269,7 +271,7 @@ def test_a_table_of_version_0_1_is_read_with_a_warning(tmp_path) -> None:
         ' "ring_up_weight/8/8/2": ["together", 4, 0, 0, true]}'
     )
     with pytest.warns(FutureWarning, match="names pipelines as version 0.1 did"):
-        rows = tuning.read_table(path)
+        rows = tables.read_table(path)
     assert rows == {
         "pipeline_down/8/8/2": ["ping-pong", 4],
         "pipeline_input/8/8/2": None,

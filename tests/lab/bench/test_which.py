@@ -6,8 +6,8 @@ import torch
 from acmoe.errors import UserError
 from acmoe.lab.bench.shapes import SHAPES
 from acmoe.lab.bench.which import baselines, which
-from acmoe.ops.device import tuning
 from acmoe.ops.dispatch import OPS, use_backend
+from acmoe.ops.experts.settings import tables
 
 CPU = torch.device("cpu")
 OLMOE = SHAPES["olmoe"]
@@ -86,8 +86,8 @@ def test_an_unknown_option_is_named_on_any_machine(
     name: str, value: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    tuning.clear_cache()
+    tables.clear_cache()
     with pytest.raises(UserError, match=reason):
         which(CPU, torch.bfloat16, OLMOE)
     monkeypatch.undo()
-    tuning.clear_cache()
+    tables.clear_cache()

@@ -102,14 +102,20 @@ def test_a_copy_reads_what_is_loaded_into_it_however_often(copied):
 
 
 def test_a_pickle_of_an_earlier_version_goes_on_training():
-    """Earlier versions kept forwards = None after the first update."""
+    """Earlier versions kept forwards = None after the first update, and `has_pending` as `waiting`.
+
+    In the copy a batch is pending, as in the original, and a forward is counted from zero.
+    """
     moe = filled_layer()
     for one in moe.modules():
         if isinstance(one, step.StepStatistics):
             one.forwards = None
+            one.__dict__.pop("has_pending", None)
+            one.waiting = True
     other = pickle.loads(pickle.dumps(moe)).train()
-    other(torch.randn(30, 4), RoutingState.identity(num_tokens=30, num_clusters=3, dim=4))
     found = [one for one in other.modules() if isinstance(one, step.StepStatistics)]
+    assert all(one.has_pending and "waiting" not in one.__dict__ for one in found)
+    other(torch.randn(30, 4), RoutingState.identity(num_tokens=30, num_clusters=3, dim=4))
     assert max(one.forwards for one in found) == 1
 
 
@@ -205,5 +211,5 @@ def test_a_copy_that_was_only_evaluated_does_not_wait_for_other_processes(monkey
     statistics = moe.next_state.statistics
     moe.eval().train()
     assert not statistics.seen
-    statistics.waiting_buffer("last_count")  # as a training forward does
+    statistics.pending_buffer("last_count")  # as a training forward does
     assert statistics.seen

@@ -22,9 +22,9 @@ from acmoe.lab.bench.clock import (
     timings,
     warmed_memory,
 )
-from acmoe.lab.bench.implementations.baselines import Contestant, Layer, find_contestants
 from acmoe.lab.bench.implementations.check import TOLERANCE, Errors, Reference, compare, reference
 from acmoe.lab.bench.implementations.plain import route
+from acmoe.lab.bench.implementations.registry import Implementation, Layer, find_implementations
 from acmoe.lab.bench.implementations.weights import (
     Weights,
     draw_inputs,
@@ -88,7 +88,7 @@ class LayerRow:
     """Result of one implementation at one shape. Without a time, it was absent or refused."""
 
     shape: str
-    contestant: str
+    contestant: str  # name of the implementation
     part: str  # forward (without gradients), or forward+backward
     absent: str | None = None  # reason: a missing package, device or activation
     refused: str | None = None  # reason: a failure, or a wrong result
@@ -125,26 +125,26 @@ class Ready(NamedTuple):
 def bench_layer(
     config: LayerConfig,
     *,
-    contestants: Sequence[Contestant] = (),
+    implementations: Sequence[Implementation] = (),
     command: str = "",
     say: Say = silent,
 ) -> Report:
-    """Measure every shape. `contestants` replaces the ones that `config.rivals` names."""
+    """Measure every shape. `implementations` replaces the ones that `config.rivals` names."""
     device = pick_device(config.device)
     check(
         not config.graph or device.type == "cuda",
         f"graph=True captures CUDA graphs; device={device} has none",
     )
-    contestants = contestants or find_contestants(config.rivals)
+    implementations = implementations or find_implementations(config.rivals)
     rows: list[LayerRow] = []
     for shape in find_shapes(config.shapes, device, config.tokens):
-        rows += measure_shape(shape, contestants, config, device, say)
+        rows += measure_shape(shape, implementations, config, device, say)
     return new_report(config.kind, device, command, config, [asdict(row) for row in rows])
 
 
 def measure_shape(
     shape: Shape,
-    contestants: Sequence[Contestant],
+    implementations: Sequence[Implementation],
     config: LayerConfig,
     device: torch.device,
     say: Say = silent,
@@ -154,9 +154,9 @@ def measure_shape(
     trial = draw_trial(shape, config, device)
     ready: list[Ready] = []
     rows: list[LayerRow] = []
-    for contestant in contestants:
-        say(f"{shape.name}: building and checking {contestant.name}")
-        found = prepare(contestant, trial, graph=config.graph)
+    for implementation in implementations:
+        say(f"{shape.name}: building and checking {implementation.name}")
+        found = prepare(implementation, trial, graph=config.graph)
         if isinstance(found, LayerRow):
             rows.append(found)
         else:
@@ -187,17 +187,21 @@ def draw_trial(shape: Shape, config: LayerConfig, device: torch.device) -> Trial
     return Trial(shape, weights, x_TD, cotangent_TD, wanted)
 
 
-def prepare(contestant: Contestant, trial: Trial, *, graph: bool = False) -> Ready | LayerRow:
+def prepare(
+    implementation: Implementation, trial: Trial, *, graph: bool = False
+) -> Ready | LayerRow:
     """Build, check and warm up an implementation, or return a row that says why this failed."""
-    without_time = partial(LayerRow, shape=trial.shape.name, contestant=contestant.name, part=BOTH)
-    reason = contestant.unsupported(trial.shape, trial.x)
+    without_time = partial(
+        LayerRow, shape=trial.shape.name, contestant=implementation.name, part=BOTH
+    )
+    reason = implementation.unsupported(trial.shape, trial.x)
     if reason is not None:
         return without_time(absent=reason)
     try:
-        layer = contestant.build(trial.shape, trial.weights)
+        layer = implementation.build(trial.shape, trial.weights)
         errors = check_layer(layer, trial)
         errors.require(TOLERANCE[trial.x.dtype])
-        return warm_up(contestant.name, layer, trial, errors, graph=graph)
+        return warm_up(implementation.name, layer, trial, errors, graph=graph)
     except Exception as failure:  # the failure of one baseline must not end the run
         return without_time(refused=typed_line(failure))
 

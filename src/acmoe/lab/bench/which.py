@@ -16,7 +16,7 @@ from acmoe.config.images.presets import SWIN_MODELS
 from acmoe.config.images.vision import SwinConfig
 from acmoe.config.text.language import LANGUAGE_MODELS
 from acmoe.fast import accelerate, explain
-from acmoe.lab.bench.implementations.baselines import CONTESTANTS
+from acmoe.lab.bench.implementations.registry import IMPLEMENTATIONS
 from acmoe.lab.bench.shapes import Shape
 from acmoe.lab.bench.train import PAPER_TOKENS
 from acmoe.models.images.window import WindowAttention
@@ -31,10 +31,10 @@ from acmoe.ops.attention.support import (
     stored_width,
 )
 from acmoe.ops.cross_entropy.op import cross_entropy_chunk
-from acmoe.ops.device.tuning import user_table
 from acmoe.ops.dispatch import Op
 from acmoe.ops.embedding.op import embedding
 from acmoe.ops.experts import ExpertWeights, clamped_swiglu, expert_mlp
+from acmoe.ops.experts.settings.tables import user_table
 from acmoe.ops.map_attention import map_attention
 from acmoe.ops.norm import add_norm, add_norm_twice
 from acmoe.ops.route import ScaledTokens, route
@@ -76,7 +76,7 @@ def which(device: torch.device, dtype: torch.dtype, shape: Shape) -> list[Choice
 def baselines(device: torch.device, dtype: torch.dtype, shape: Shape) -> list[Choice]:
     """Return for each baseline of `acmoe bench layer` whether it can take part."""
     x = torch.empty(1, shape.dim, dtype=dtype, device=device)
-    reasons = {one.name: one.unsupported(shape, x) for one in CONTESTANTS}
+    reasons = {one.name: one.unsupported(shape, x) for one in IMPLEMENTATIONS}
     return [Choice("baseline", name, why is None, why) for name, why in reasons.items()]
 
 
@@ -112,8 +112,8 @@ def _layer(x: Tensor, shape: Shape) -> Iterator[Choice]:
 
 def _expert_gemms(x: Tensor, shape: Shape) -> Iterator[Choice]:
     """Yield the GEMMs of the experts, each of which has a kernel for Hopper and a portable one."""
-    from acmoe.ops.device.settings import ROW_GEMMS, WEIGHT_GEMMS
     from acmoe.ops.experts.hopper.choice import gathers, pipeline_unsupported
+    from acmoe.ops.experts.settings.gemms import ROW_GEMMS, WEIGHT_GEMMS
     from acmoe.ops.experts.triton.sizes import Sizes
 
     sizes = (shape.dim, shape.hidden, shape.num_experts)

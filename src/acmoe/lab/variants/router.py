@@ -46,7 +46,7 @@ from acmoe.routing.topk import TopKRouter
 class ClusterAverage(StepStatistics):
     """Per-cluster means (C, X): of the call in batch mode, running averages in other modes."""
 
-    waits = ("last", "last_count")
+    pending_names = ("last", "last_count")
     config: VariantConfig
     average: Tensor
     weight: Tensor
@@ -85,8 +85,8 @@ class ClusterAverage(StepStatistics):
             return self.average
         mean_CX, count_C = cluster_mean(value(), assignment_T, len(self.weight), mask_T)
         if self.training:
-            waiting = self.waiting_buffer("last"), self.waiting_buffer("last_count")
-            record_batch(*waiting, mean_CX, count_C)
+            pending = self.pending_buffer("last"), self.pending_buffer("last_count")
+            record_batch(*pending, mean_CX, count_C)
             self.count_forward()
         if self.of_call and slot is not None:
             slot.extra[name] = mean_CX

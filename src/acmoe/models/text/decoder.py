@@ -215,12 +215,12 @@ class LanguageModel(nn.Module):
         config, weight = self.config, self.embed.weight
         cache = DecodeCache([], SlidingStore(config.span, dim=1))
         for block in self.blocks:
-            slot = None
+            routing = None
             if isinstance(block.layer, MoE):
-                slot = block.layer.new_cache(
+                routing = block.layer.new_cache(
                     num_sequences, device=weight.device, dtype=weight.dtype
                 )
-            cache.blocks.append(BlockCache(config.span, slot))
+            cache.blocks.append(BlockCache(config.span, routing))
         if config.empty_memory == "zeros":
             shape = (num_sequences, config.heads, config.span, config.head_dim)
             for entry in cache.blocks:

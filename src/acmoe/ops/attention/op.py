@@ -29,7 +29,7 @@ from acmoe.ops.dispatch import log_once
 from acmoe.ops.flops import tell_counters
 from acmoe.ops.grad_mode import records_gradient
 
-NO_BACKWARD = "nothing"  # value of `keep` if no backward will follow: save nothing
+NO_BACKWARD = "nothing"  # value of `saving` if no backward will follow: save nothing
 
 
 def unsupported(q: Tensor, positions: Tensor | None, dropout: float) -> str | None:
@@ -76,9 +76,9 @@ def joined_window_attention(
     Returns (B, H, L, `stored_width(P)`), padded likewise, stored in the order (B, L, H, P): an
     output projection with a padded weight reads it, and writes its gradient, without a copy.
     """
-    keep = requested_options()  # an unknown option raises here, before anything is compiled
+    saving = requested_options()  # an unknown option raises here, before anything is compiled
     if not records_gradient(q, kv, positions):
-        keep = NO_BACKWARD
+        saving = NO_BACKWARD
     features, num_keys = q.shape[-1], kv.shape[-2]
     reach = min(span, num_keys - 1)
     if reach == 0 or q.numel() == 0:
@@ -101,7 +101,7 @@ def joined_window_attention(
         bits_BHL,
         1 / math.sqrt(features),
         dropout,
-        keep,
+        saving,
     )[0]
     return out_BHLP
 
@@ -122,19 +122,19 @@ def _window_attention(
     bits: Tensor,
     scale: float,
     dropout: float,
-    keep: str,
+    saving: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the output, as wide as kv, the base-2 logsumexp of each query, and the saved
     probabilities and their row maxima (hopper/saved_weights.py).
 
     given   (B, H, L, P) queries; autograd sends the gradient to them, their values are not read
     q       the queries, padded with zeros
-    keep    `requested_options()`, or NO_BACKWARD. It is an argument, so that a compiled graph from
+    saving  `requested_options()`, or NO_BACKWARD. It is an argument, so that a compiled graph from
             the disk cache is not reused under other options
     """
     features = kv.shape[-1]
     reason = hopper_unsupported(q, kv, positions.shape[1], dropout)
-    saved = _saved_buffers(q, kv, positions.shape[1], dropout, keep)
+    saved = _saved_buffers(q, kv, positions.shape[1], dropout, saving)
     if reason is None:
         log_once("window_attention's forward runs on gluon")
         from acmoe.ops.attention.hopper import forward as attention_hopper
@@ -155,15 +155,15 @@ def _window_attention(
 
 
 def _saved_buffers(
-    q: Tensor, kv: Tensor, span: int, dropout: float, keep: str
+    q: Tensor, kv: Tensor, span: int, dropout: float, saving: str
 ) -> tuple[Tensor, Tensor]:
     """Return buffers for the saved probabilities and row maxima; empty if they are not saved."""
     from acmoe.ops.attention.hopper.saved_weights import saved_sizes
 
     nothing = q.new_empty(0), q.new_empty(0, dtype=torch.float32)
-    if keep == NO_BACKWARD:
+    if saving == NO_BACKWARD:
         return nothing
-    reason = saving_unsupported(q, kv, span, dropout, wanted=keep.partition("/")[0])
+    reason = saving_unsupported(q, kv, span, dropout, wanted=saving.partition("/")[0])
     if reason is not None:
         log_once(f"attention recomputes its probabilities in the backward: {reason}")
         return nothing
@@ -177,11 +177,11 @@ def _saved_buffers(
 
 
 @_window_attention.register_fake
-def _(given, q, kv, positions, key_mask, bits, scale, dropout, keep):  # type: ignore[no-untyped-def]
+def _(given, q, kv, positions, key_mask, bits, scale, dropout, saving):  # type: ignore[no-untyped-def]
     from acmoe.ops.attention.triton.output import empty_output
 
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    saved = _saved_buffers(q, kv, positions.shape[1], dropout, keep)
+    saved = _saved_buffers(q, kv, positions.shape[1], dropout, saving)
     return empty_output(q, kv.shape[-1]), lse, *saved
 
 

@@ -1,1 +1,1 @@
-"""Device functions and launch settings that kernels of several ops share."""
+"""Device functions and launches that kernels of several ops share."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from acmoe.config.environment import gluon_requested
-from acmoe.ops.device import tuning
 from acmoe.ops.environment import is_set
+from acmoe.ops.experts.settings import lookup, tables
 from acmoe.ops.experts.triton.sizes import Operands
 from acmoe.ops.taped import taped
 
@@ -82,11 +82,11 @@ def _choices(operands: Operands) -> tuple[Any, ...] | None:
     _, dim, hidden = down.shape
     if 2 * gate.numel() * dim * (up.shape[1] + hidden) > MOST_OPERATIONS:
         return None
-    if tuning.OVERRIDE or tuning.PIPELINE_OVERRIDE or tuning.COPY_OVERRIDE:
+    if lookup.OVERRIDE or lookup.PIPELINE_OVERRIDE or lookup.COPY_OVERRIDE:
         return None
     precision = torch.backends.cuda.matmul.fp32_precision if x.dtype == torch.float32 else None
     gluon = gluon_requested() if is_set("ACMOE_GLUON") else None
-    return gluon, _table_key(), len(tuning.MEASURED), precision
+    return gluon, _table_key(), len(lookup.MEASURED), precision
 
 
 _last_table: tuple[Any, object] = (None, None)  # a table of tuned kernels, and its key
@@ -98,7 +98,7 @@ def _table_key() -> object:
     It is the same as long as the table is, so that Python compares it by identity.
     """
     global _last_table
-    table = tuning.user_table()
+    table = tables.user_table()
     last = _last_table
     if last[0] is not table:
         last = _last_table = (table, object())

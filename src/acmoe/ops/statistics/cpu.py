@@ -135,7 +135,7 @@ def _written(
 
 
 def _add_measured(found: Measured, mean_CD: Tensor, total_C: Tensor, least: int) -> None:
-    """Add the clusters with `least` tokens and a finite dispersion to the waiting means."""
+    """Add the clusters with `least` tokens and a finite dispersion to the pending means."""
     number_C = np.array(found.tokens, np.float32)
     _add(mean_CD, total_C, found.spread, number_C, found.known(least))
 

@@ -1,4 +1,4 @@
-"""Add a training batch to the statistics that wait for the next optimizer step.
+"""Add a training batch to the pending statistics, which the next optimizer step uses.
 
 A training forward calls `record_batch` (means of each cluster) or `record_count` (numbers alone).
 Both ADD, so that all micro-batches of a gradient accumulation count, and both do nothing while a

@@ -1,4 +1,4 @@
-"""Measure the clusters of a call, and in training add them to the statistics that wait.
+"""Measure the clusters of a call, and in training add them to the pending statistics.
 
 The results are those of `measure_dispersion` or `measure_scale`, and then `record_batch`. Where
 Triton's kernels serve an eager call, all of its launches are repeated from one tape
@@ -28,11 +28,11 @@ from acmoe.ops.taped import taped
 
 LEAST = 2  # tokens of a cluster; a single one has dispersion 0, which carries no information
 
-Waiting = tuple[Tensor, Tensor]  # means (C, D) and counts (C,) of the batches that wait
+Pending = tuple[Tensor, Tensor]  # means (C, D) and counts (C,) of pending batches
 
 
 def record_dispersion(
-    waiting: Waiting,
+    pending: Pending,
     x: Tensor,
     assignment: Tensor,
     num_clusters: int,
@@ -41,32 +41,32 @@ def record_dispersion(
     token_mask: Tensor | None = None,
     order: Tensor | None = None,
 ) -> None:
-    """Add the dispersion of each cluster of x (..., D) to the waiting means, in place.
+    """Add the dispersion of each cluster of x (..., D) to the pending means, in place.
 
     The other arguments are those of `measure_dispersion`.
     """
     tokens = (x, assignment, token_mask, order)
-    if measure in scale_op.SCALE_MEASURES and _one_tape(waiting, *tokens):
+    if measure in scale_op.SCALE_MEASURES and _one_tape(pending, *tokens):
         kernel = measure_dispersion.select(x, assignment, num_clusters, measure=measure)
         if kernel.name == "triton":
             runs = scale_op.launched_dispersion, sorted_op.launched_dispersion
-            _repeated(runs, waiting, tokens, num_clusters, (measure,))
+            _repeated(runs, pending, tokens, num_clusters, (measure,))
             return
     given = (_all_tokens(x), assignment.flatten(), num_clusters)
     named: dict[str, Any] = {"measure": measure, "token_mask": _flat(token_mask), "order": order}
-    if _added_on_cpu(waiting) and measure_dispersion.select(*given, **named).name == "cpu":
-        cpu.measured_dispersion(*given, measure=measure, add_to=(*waiting, LEAST))
+    if _added_on_cpu(pending) and measure_dispersion.select(*given, **named).name == "cpu":
+        cpu.measured_dispersion(*given, measure=measure, add_to=(*pending, LEAST))
         return
     if transforming():  # under vmap, results may have a batch that this memory lacks
         batch = measure_dispersion(*given, **named)
     else:
-        batch = torch.empty_like(waiting[0]), torch.empty_like(waiting[1])
+        batch = torch.empty_like(pending[0]), torch.empty_like(pending[1])
         measure_dispersion(*given, **named, out=batch)
-    record_batch(*waiting, *batch, least=LEAST)
+    record_batch(*pending, *batch, least=LEAST)
 
 
 def record_scale(
-    waiting: Waiting | None,
+    pending: Pending | None,
     x: Tensor,
     assignment: Tensor,
     num_clusters: int,
@@ -76,72 +76,72 @@ def record_scale(
     token_mask: Tensor | None = None,
     order: Tensor | None = None,
 ) -> Tensor:
-    """Return the scale (C, D) of x (..., D), and add its dispersion to the waiting means, in place.
+    """Return the scale (C, D) of x (..., D), and add its dispersion to the pending means, in place.
 
-    waiting: None to add nothing. The other arguments are those of `measure_scale`.
+    pending: None to add nothing. The other arguments are those of `measure_scale`.
     """
     tokens = (x, assignment, token_mask, order)
-    if options.transform is None and _one_tape(waiting, *tokens):
+    if options.transform is None and _one_tape(pending, *tokens):
         kernel = measure_scale.select(x, assignment, num_clusters, options, measure=measure)
         if kernel.name == "triton":
             runs = scale_op.launched_scale, sorted_op.launched_scale
             settings = scale_op.ScaleSettings.of(measure, options)
-            return _repeated(runs, waiting, tokens, num_clusters, settings)[0]
+            return _repeated(runs, pending, tokens, num_clusters, settings)[0]
     given = (_all_tokens(x), assignment.flatten(), num_clusters, options)
     named: dict[str, Any] = {"measure": measure, "token_mask": _flat(token_mask), "order": order}
-    if _added_on_cpu(waiting) and measure_scale.select(*given, **named).name == "cpu":
-        return cpu.measured_scale(*given, measure=measure, add_to=(*waiting, LEAST))
-    if waiting is not None and transforming():
+    if _added_on_cpu(pending) and measure_scale.select(*given, **named).name == "cpu":
+        return cpu.measured_scale(*given, measure=measure, add_to=(*pending, LEAST))
+    if pending is not None and transforming():
         found = measure_dispersion(*given[:-1], **named)
-        record_batch(*waiting, *found, least=LEAST)
+        record_batch(*pending, *found, least=LEAST)
         return scale_of(*found, options)
-    batch = waiting and (torch.empty_like(waiting[0]), torch.empty_like(waiting[1]))
+    batch = pending and (torch.empty_like(pending[0]), torch.empty_like(pending[1]))
     scale = measure_scale(*given, **named, out=batch)
-    if waiting is not None and batch is not None:
-        record_batch(*waiting, *batch, least=LEAST)
+    if pending is not None and batch is not None:
+        record_batch(*pending, *batch, least=LEAST)
     return scale
 
 
-def _added_on_cpu(waiting: Waiting | None) -> TypeGuard[Waiting]:
+def _added_on_cpu(pending: Pending | None) -> TypeGuard[Pending]:
     """Return True if the CPU kernel may add this batch to the pending means.
 
     The caller asks whether that kernel serves the call; where something observes it, it does not.
     It may not add inside a backward, where activation checkpointing repeats a forward that was
     already counted (see `record_batch`).
     """
-    if waiting is None or torch.compiler.is_compiling() or waiting[0].device.type != "cpu":
+    if pending is None or torch.compiler.is_compiling() or pending[0].device.type != "cpu":
         return False
-    plain = all([type(one) is Tensor and one.dtype == torch.float32 for one in waiting])
+    plain = all([type(one) is Tensor and one.dtype == torch.float32 for one in pending])
     return plain and not replaying()
 
 
-def _one_tape(waiting: Waiting | None, x: Tensor, *rest: Tensor | None) -> bool:
+def _one_tape(pending: Pending | None, x: Tensor, *rest: Tensor | None) -> bool:
     """Return True if one tape may hold the whole call, provided that a kernel serves it.
 
     A tape records no gradient, and it always adds the batch: a forward that a backward repeats was
     counted already. `select` refuses what `torch.func` transforms.
     """
-    if not (x.is_cuda or interpreting()) or not eager(x, *rest, *(waiting or ())):
+    if not (x.is_cuda or interpreting()) or not eager(x, *rest, *(pending or ())):
         return False
     if records_gradient(x):
         return False
-    if waiting is None:
+    if pending is None:
         return True
-    means, counts = waiting
+    means, counts = pending
     plain = means.dtype == counts.dtype == torch.float32
     return plain and means.is_contiguous() and counts.is_contiguous() and not replaying()
 
 
 def _repeated(
     runs: tuple[Callable[..., Any], Callable[..., Any]],
-    waiting: Waiting | None,
+    pending: Pending | None,
     tokens: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     num_clusters: int,
     settings: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
     """Return the results of one of `runs`, for tokens in any order or sorted, by a tape."""
     x, assignment, token_mask, order = tokens
-    written = waiting or (None, None)
+    written = pending or (None, None)
     if order is not None and order.numel() > 0:
         constants = (num_clusters, runs[1], settings)
         return taped(_run_sorted, (x, order, *written), constants)

@@ -26,7 +26,7 @@ from acmoe.routing.statistics.step import StepStatistics
 class RunningAverage(StepStatistics):
     """The dispersion of each cluster, averaged over optimizer steps, and its scale."""
 
-    waits = ("last_dispersion", "last_count")
+    pending_names = ("last_dispersion", "last_count")
     dispersion: Tensor
     weight: Tensor
     last_dispersion: Tensor
@@ -70,7 +70,7 @@ class RunningAverage(StepStatistics):
         """
         self.scaled_from = None
         if self.training and not mode:
-            self.warn_if_waiting()
+            self.warn_if_pending()
         return super().train(mode)
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
@@ -88,7 +88,7 @@ class RunningAverage(StepStatistics):
         """Return the means (C, D) and counts (C,) that a training forward adds its batch to."""
         if world_size() == 1:
             return self.last_dispersion, self.last_count
-        return self.waiting_buffer("last_dispersion"), self.waiting_buffer("last_count")
+        return self.pending_buffer("last_dispersion"), self.pending_buffer("last_count")
 
     def average_scale(self) -> Tensor:
         """Return the scale of the running average, recomputed only if the average has changed.
@@ -133,17 +133,17 @@ class RunningAverage(StepStatistics):
                 logging.WARNING,
             )
 
-    def warn_if_waiting(self) -> None:
+    def warn_if_pending(self) -> None:
         """Warn once if compiled training forwards, which nobody counts, had no update after them.
 
         After eager ones `warn_if_empty` warns, in the first eager evaluation.
         """
-        if not self.seen:  # to ask for a buffer that waits would make one
+        if not self.seen:  # to ask for a pending buffer would make one
             return
-        count = self.waiting_buffer("last_count")
+        count = self.pending_buffer("last_count")
         reads = not {"running", "prefix"}.isdisjoint(self.config.modes)
         unseen = torch.compiler.is_compiling() or count.is_meta or capturing(count)
-        if self.waiting or not reads or unseen:
+        if self.has_pending or not reads or unseen:
             return
         if count.any() and not self.weight.any():
             log_once(

@@ -37,7 +37,7 @@ class ClusterStatistics(RunningAverage):
 
     @property
     def pools(self) -> bool:
-        """Return True if the waiting batches of several processes are added up at an update.
+        """Return True if the pending batches of several processes are added up at an update.
 
         With statistics_group="global" they are the same on all processes already.
         """

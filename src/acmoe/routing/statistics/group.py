@@ -1,8 +1,8 @@
 """The processes whose tokens enter one statistic, in data parallel training.
 
 Every process of a data parallel run holds a copy of the model and sees tokens of its own. If each
-moved its running averages by its own tokens alone, the copies would drift apart. So the batches
-that wait for an optimizer step are pooled first (`pool`): one reduction adds the sums of all
+moved its running averages by its own tokens alone, the copies would drift apart. So the pending
+batches of an optimizer step are pooled first (`pool`): one reduction adds the sums of all
 statistics over the group, and all copies then make the same update.
 
 The group of a layer is the one of `set_statistics_group`, or the one that the training loop uses:
@@ -156,7 +156,7 @@ def _refuse_join(wrapper: DistributedDataParallel) -> None:
 
 @torch.no_grad()
 def pool(statistics: "Iterable[StepStatistics]") -> None:
-    """Replace the waiting batches of each process by those of all processes of its group.
+    """Replace the pending batches of each process by those of all processes of its group.
 
     One reduction for each group and device, whatever the number of layers.
     """
@@ -170,13 +170,13 @@ def pool(statistics: "Iterable[StepStatistics]") -> None:
         else:
             places.setdefault((name, one.device), []).append(one)
     for (name, _), members in places.items():
-        sums = [one.waiting_sums() for one in members]
+        sums = [one.pending_sums() for one in members]
         _check_agreement(name, sums)
         total = torch.cat(sums)
         add_up(total, name)
         parts = torch.split(total, [len(each) for each in sums])
         for one, part in zip(members, parts, strict=True):
-            one.set_waiting(part)
+            one.set_pending(part)
 
 
 def _check_agreement(name: str, sums: Sequence[Tensor]) -> None:

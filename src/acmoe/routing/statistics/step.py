@@ -1,9 +1,9 @@
 """Statistics that every optimizer step updates.
 
-A training forward adds its batch to buffers that wait for the step (`ops/statistics/pending.py`);
-`update` merges them into the running values. `step_hook.py` calls `update` after every step of a
+A training forward adds its batch to pending buffers (`ops/statistics/pending.py`); `update` merges
+them into the running values. `step_hook.py` calls `update` after every step of a
 `torch.optim.Optimizer`; `fold_statistics` does the same by hand. In data parallel training the
-waiting batches of all processes are added up first (`group.py`).
+pending batches of all processes are added up first (`group.py`).
 """
 
 import itertools
@@ -26,23 +26,23 @@ PATIENCE = 200  # training forwards without an update before a warning
 class StepStatistics(nn.Module):
     """A module of float32 buffers. `forward` records a batch; `update` moves the running values.
 
-    Recorded batches wait in non-persistent buffers whose names begin with "last". `update` uses
-    them once: a second call changes nothing.
+    Recorded batches are pending in non-persistent buffers whose names begin with "last". `update`
+    uses them once: a second call changes nothing.
 
     The buffers move to another device with the module but stay float32 under `.to(bfloat16)`: a
     bf16 average stops changing once a step changes it by less than one part in 256.
     """
 
-    # Names of the waiting buffers: means (C, X), or None, and the counts (C,) they are weighted by.
-    waits: ClassVar[tuple[str | None, str] | None] = None
+    # Names of the pending buffers: means (C, X), or None, and the counts (C,) they are weighted by.
+    pending_names: ClassVar[tuple[str | None, str] | None] = None
     group_name: str | None = None  # group of processes to pool with; None: not looked for yet
     forwards = 0  # eager training forwards after the last update
-    waiting = False  # True: an eager training forward came after the last update
+    has_pending = False  # True: an eager training forward came after the last update
 
     def __init__(self) -> None:
         super().__init__()
         self.serial = next_serial()
-        # Waiting batches of this process, where there are several. They are no buffers, because
+        # Pending batches of this process, where there are several. They are no buffers, because
         # DistributedDataParallel overwrites buffers by those of rank 0 between micro-batches.
         self.own: dict[str, Tensor] = {}
         register_statistics(self)
@@ -52,6 +52,7 @@ class StepStatistics(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.own = {}  # the copy has seen no batch of its own (`seen`)
         self.forwards = 0  # None in pickles of earlier versions
+        self.has_pending = self.__dict__.pop("waiting", self.has_pending)  # its name in them
         self.serial = next_serial()
         register_statistics(self)
 
@@ -71,14 +72,14 @@ class StepStatistics(nn.Module):
 
         Where nothing has to be pooled, nobody has to know, and it is True.
         """
-        return self.waits is None or world_size() == 1 or bool(self.own)
+        return self.pending_names is None or world_size() == 1 or bool(self.own)
 
     @property
     def pools(self) -> bool:
-        """Return True if the waiting batches of several processes are added up."""
-        return self.waits is not None
+        """Return True if the pending batches of several processes are added up."""
+        return self.pending_names is not None
 
-    def waiting_buffer(self, name: str) -> Tensor:
+    def pending_buffer(self, name: str) -> Tensor:
         """Return the tensor that a training forward adds its batch to."""
         buffer: Tensor = getattr(self, name)
         if world_size() == 1:
@@ -87,20 +88,20 @@ class StepStatistics(nn.Module):
             self.own[name] = torch.zeros_like(buffer)
         return self.own[name]
 
-    def waiting_sums(self) -> Tensor:
-        """Return the waiting batches as one flat tensor of sums, which add up over processes."""
-        assert self.waits is not None
-        means, counts = self.waits
-        count_C = self.waiting_buffer(counts)
+    def pending_sums(self) -> Tensor:
+        """Return the pending batches as one flat tensor of sums, which add up over processes."""
+        assert self.pending_names is not None
+        means, counts = self.pending_names
+        count_C = self.pending_buffer(counts)
         if means is None:
             return count_C.flatten()
-        mean_CX = torch.where(count_C[:, None] > 0, self.waiting_buffer(means), 0.0)
+        mean_CX = torch.where(count_C[:, None] > 0, self.pending_buffer(means), 0.0)
         return torch.cat([count_C[:, None], count_C[:, None] * mean_CX], dim=1).flatten()
 
-    def set_waiting(self, sums: Tensor) -> None:
-        """Put the sums over all processes into the waiting buffers; drop those of this process."""
-        assert self.waits is not None
-        means, counts = self.waits
+    def set_pending(self, sums: Tensor) -> None:
+        """Put the sums over all processes into the pending buffers; drop those of this process."""
+        assert self.pending_names is not None
+        means, counts = self.pending_names
         count_C: Tensor = getattr(self, counts)
         if means is None:
             count_C.copy_(sums.view_as(count_C))
@@ -112,7 +113,7 @@ class StepStatistics(nn.Module):
             tensor.zero_()
 
     def take_own(self) -> None:
-        """Put the batches of this process alone into the waiting buffers."""
+        """Put the batches of this process alone into the pending buffers."""
         for name, tensor in self.own.items():
             getattr(self, name).copy_(tensor)
             tensor.zero_()
@@ -130,8 +131,8 @@ class StepStatistics(nn.Module):
                 "tokens of its first device are counted; use DistributedDataParallel (torchrun)",
                 logging.WARNING,
             )
-        if not self.waiting:  # to set an attribute of a module takes longer than to look
-            self.waiting = True
+        if not self.has_pending:  # to set an attribute of a module takes longer than to look
+            self.has_pending = True
         object.__setattr__(self, "forwards", self.forwards + 1)
         if self.forwards == PATIENCE:
             log_once(
@@ -201,5 +202,5 @@ def update_all(statistics: Iterable[StepStatistics]) -> None:
     pool(statistics)
     for one in statistics:
         one.update()
-        if one.waiting:
-            one.waiting, one.forwards = False, 0
+        if one.has_pending:
+            one.has_pending, one.forwards = False, 0

@@ -116,15 +116,15 @@ def _update(optimizer: Optimizer) -> None:
     trained = trained_by(optimizer)
     update_all(_alive(trained.held))
     unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
-    if not trained.searched and any(one.waiting for one in unclaimed):
+    if not trained.searched and any(one.has_pending for one in unclaimed):
         # They may belong to an optimizer that has not taken its first step yet. To find it takes up
-        # to 0.3 s, so this is done only where a batch waits.
+        # to 0.3 s, so this is done only where a batch is pending.
         trained = trained_by(optimizer, search=True)
         unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         # A captured update writes at every replay, also after a model of somebody else is freed.
-        left_out = [one for one in unclaimed if not one.waiting]
-        unclaimed = [one for one in unclaimed if one.waiting]
+        left_out = [one for one in unclaimed if not one.has_pending]
+        unclaimed = [one for one in unclaimed if one.has_pending]
         if left_out:
             log_once(
                 f"running statistics: a captured optimizer step leaves out {len(left_out)} of "

@@ -11,7 +11,8 @@ from torch import Tensor
 from acmoe.lab.bench.implementations.weights import draw_tokens, draw_weights
 from acmoe.lab.bench.shapes import Shape
 from acmoe.lab.bench.tune.candidates import PIPELINE_PREFIX, trying
-from acmoe.ops.experts.tune.calls import Call, Inputs, backward_calls, forward_calls
+from acmoe.ops.experts.tune.calls import Call, backward_calls, forward_calls
+from acmoe.ops.experts.tune.inputs import Inputs
 from acmoe.ops.sort import Rows, sort_rows
 
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from acmoe.lab.bench.shapes import Shape
-from acmoe.ops.device import tuning
-from acmoe.ops.device.rules import FEW_ROWS
-from acmoe.ops.device.settings import (
+from acmoe.ops.device.block_sizes import Blocks
+from acmoe.ops.experts.settings import lookup
+from acmoe.ops.experts.settings.gemms import (
     GEMMS,
     GROUPED_MM,
     ROW_GEMMS,
     WEIGHT_GEMMS,
-    Blocks,
     PipelineConfig,
 )
+from acmoe.ops.experts.settings.rules import FEW_ROWS
 from acmoe.ops.experts.tune.candidates import COOPERATIVE as _COOPERATIVE
 from acmoe.ops.experts.tune.candidates import FEW as _FEW
 from acmoe.ops.experts.tune.candidates import HIDDEN as _HIDDEN
@@ -46,7 +46,7 @@ _MOST_PROGRAMS = 1056
 @contextlib.contextmanager
 def trying(kernel: str, candidate: Candidate) -> Iterator[None]:
     """Make the kernel use this candidate inside `with`."""
-    held: dict[str, Any] = tuning.PIPELINE_OVERRIDE if kernel in PIPELINES else tuning.OVERRIDE
+    held: dict[str, Any] = lookup.PIPELINE_OVERRIDE if kernel in PIPELINES else lookup.OVERRIDE
     before = dict(held)
     held[kernel.removeprefix(PIPELINE_PREFIX)] = candidate
     try:
@@ -136,7 +136,7 @@ def _forms(gemm: str) -> list[PipelineConfig]:
 
 def copies(shape: Shape, *, backward: bool) -> bool:
     """Return True if the layer's GEMMs read copied rows, unless a pipeline gathers them."""
-    return tuning.copies_rows(_sizes(shape).layer(torch.bfloat16), backward=backward)
+    return lookup.copies_rows(_sizes(shape).layer(torch.bfloat16), backward=backward)
 
 
 def _sizes(shape: Shape) -> "Sizes":

@@ -37,7 +37,8 @@ from acmoe.lab.bench.tune.candidates import (
     no_pipeline,
     trying,
 )
-from acmoe.ops.device import tuning
+from acmoe.ops import device_support
+from acmoe.ops.experts.settings import tables
 from acmoe.ops.experts.tune.calls import Call
 from acmoe.runtime import pick_device
 
@@ -84,9 +85,9 @@ def bench_tune(config: TuneConfig, *, command: str = "", say: Say = silent) -> R
     kernels = [
         kernel for kernel in KERNELS if kernel in config.kernels
     ]  # Triton GEMMs come before pipelines, which are compared with the best of them
-    table = Path(config.table or os.environ.get("ACMOE_TUNED") or tuning.TABLE)
+    table = Path(config.table or os.environ.get("ACMOE_TUNED") or tables.TABLE)
     check(
-        table != tuning.TABLE or tuning.has_shared_memory(),
+        table != tables.TABLE or device_support.has_large_shared_memory(),
         "the package's table is for H100, H200 and B200, and kernels on this card do not look into "
         "it; name one of your own with --table, and later in the variable ACMOE_TUNED",
     )
@@ -106,19 +107,19 @@ def bench_tune(config: TuneConfig, *, command: str = "", say: Say = silent) -> R
 @contextlib.contextmanager
 def reading(table: Path) -> Iterator[None]:
     """Make kernels read this table inside `with`, also in the processes that compile."""
-    if table == tuning.TABLE:  # kernels read it anyway
+    if table == tables.TABLE:  # kernels read it anyway
         yield
         return
     before = os.environ.get("ACMOE_TUNED")
     os.environ["ACMOE_TUNED"] = str(table)
-    tuning.clear_cache()
+    tables.clear_cache()
     try:
         yield
     finally:
         del os.environ["ACMOE_TUNED"]
         if before is not None:
             os.environ["ACMOE_TUNED"] = before
-        tuning.clear_cache()
+        tables.clear_cache()
 
 
 def tune_shape(
@@ -142,7 +143,7 @@ def tune_shape(
             say(f"{shape.name}: {kernel}, {len(tried)} candidates")
             ranked = rank(kernel, calls[kernel], tried, device, repeat)
             winner = ranked[0].candidate
-            name = tuning.key(kernel, shape.dim, shape.hidden, shape.num_experts)
+            name = tables.key(kernel, shape.dim, shape.hidden, shape.num_experts)
             write_winners({name: winner}, table)
             best.enter_context(trying(kernel, winner))
             yield _row(shape, kernel, ranked)
@@ -245,7 +246,7 @@ def rank(
 
 def write_winners(winners: dict[str, Candidate], table: Path) -> None:
     """Write the winners into the table; keep the rows of other keys."""
-    after = tuning.read_table(table) | {name: _listed(one) for name, one in winners.items()}
+    after = tables.read_table(table) | {name: _listed(one) for name, one in winners.items()}
     lines = [f"  {json.dumps(key)}: {json.dumps(after[key])}" for key in sorted(after)]
     draft = table.with_name(f"{table.name}.{os.getpid()}.draft")
     try:

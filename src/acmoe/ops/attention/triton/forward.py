@@ -30,9 +30,9 @@ from acmoe.ops.attention.triton.skew import (
     shift_rel_emb,
     skewed_position_scores,
 )
+from acmoe.ops.device.block_sizes import Blocks
 from acmoe.ops.device.dot import dot, mask_to_dtype
 from acmoe.ops.device.dropout_rng import drop_threshold_paired, keep_mask_paired, paired_column_bits
-from acmoe.ops.device.settings import Blocks
 
 LOG2E = 1.4426950408889634
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from acmoe.ops.attention.triton.forward import blocks_for, launch_options
 from acmoe.ops.attention.triton.output import output_ptrs
 from acmoe.ops.attention.triton.skew import SKEW, SkewLayout, layout_arguments
+from acmoe.ops.device.block_sizes import Blocks
 from acmoe.ops.device.dot import dot
-from acmoe.ops.device.settings import Blocks
 
 _PLANES = tl.constexpr(2)  # planes per program; they share the loaded tiles of keys
 

@@ -1,7 +1,7 @@
 """Choose for each expert GEMM between the Hopper kernel (pipeline.py), Triton's and torch's.
 
 The Hopper kernels, with a multistage TMA pipeline, and torch's grouped GEMM run where
-device/tuning.py says that they are faster and where they support the call; the Triton kernels
+settings/lookup.py says that they are faster and where they support the call; the Triton kernels
 (triton/launch.py) run everywhere else.
 
 D features, F hidden units, W = 2F for swiglu, else F, E experts, N rows.
@@ -16,15 +16,15 @@ from torch import Tensor
 from acmoe.config.environment import gluon_requested
 from acmoe.ops.device.hopper import gluon_unsupported
 from acmoe.ops.device.launcher import compute
-from acmoe.ops.device.settings import (
+from acmoe.ops.experts.grouped_mm import grouped_mm_unsupported, rows_by_torch, weights_by_torch
+from acmoe.ops.experts.settings.gemms import (
     GROUPED_MM,
     PIPELINE_BK,
     PIPELINE_BM,
     WEIGHT_GEMMS,
     PipelineConfig,
 )
-from acmoe.ops.device.tuning import copies_rows, pipeline_for
-from acmoe.ops.experts.grouped_mm import grouped_mm_unsupported, rows_by_torch, weights_by_torch
+from acmoe.ops.experts.settings.lookup import copies_rows, pipeline_for
 from acmoe.ops.experts.triton import launch as triton_launch
 from acmoe.ops.experts.triton.backward_launch import run_activation
 from acmoe.ops.experts.triton.sizes import Partials, RowOperand, Sizes, Sums

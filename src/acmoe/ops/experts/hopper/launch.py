@@ -12,7 +12,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from acmoe.ops.device.gluon_blocks import HALF_M, PANEL
 from acmoe.ops.device.launcher import cdiv, launch, multiprocessors, tma_aligned
-from acmoe.ops.device.settings import PIPELINE_BK, PIPELINE_BM, PipelineConfig
 from acmoe.ops.device.tma import describe
 from acmoe.ops.experts.hopper import hidden as hidden_module
 from acmoe.ops.experts.hopper import rows as rows_module
@@ -20,6 +19,7 @@ from acmoe.ops.experts.hopper import tokens as tokens_module
 from acmoe.ops.experts.hopper import up as up_module
 from acmoe.ops.experts.hopper import weights as weights_module
 from acmoe.ops.experts.hopper.ragged import ragged_desc
+from acmoe.ops.experts.settings.gemms import PIPELINE_BK, PIPELINE_BM, PipelineConfig
 from acmoe.ops.experts.triton.launch import GROUP_M
 from acmoe.ops.experts.triton.tiles import Plan
 

@@ -8,7 +8,7 @@ of pipeline.py, in one of two schedules:
                   each multiply-add; the second consumer starts LEAD K blocks later, so that its
                   epilogue does not coincide with the first one's
 
-Which is faster, or Triton's own pipeline, depends on the shape (device/tuned.json). This kernel
+Which is faster, or Triton's own pipeline, depends on the shape (settings/tuned.json). This kernel
 against Triton's on an H200: 1.26 against 1.41 ms (down, qwen30b, ping-pong), 1.50 against 1.57
 (down, olmoe, cooperative), 6.48 against 6.24 (input, mixtral, cooperative).
 """

@@ -6,9 +6,9 @@ D features, F hidden units, N rows.
 import torch
 from torch import Tensor
 
-from acmoe.ops.device import rules, tuning
 from acmoe.ops.device.hopper import gluon_unsupported
-from acmoe.ops.device.settings import PIPELINE_BK
+from acmoe.ops.experts.settings import lookup, rules
+from acmoe.ops.experts.settings.gemms import PIPELINE_BK
 from acmoe.ops.experts.triton import launch as triton_launch
 from acmoe.ops.experts.triton.sizes import RowOperand, Sizes
 from acmoe.ops.experts.triton.tiles import Plan
@@ -27,7 +27,7 @@ def up_unsupported(
         return f"it gathers bfloat16, not {dtype}, and no copied rows"
     if size.dim % PIPELINE_BK or size.hidden % 8 or size.hidden < _COLUMNS:
         return f"it takes D % {PIPELINE_BK} == 0 and F >= {_COLUMNS}, not {size.dim}, {size.hidden}"
-    if "up" in tuning.OVERRIDE or not rules.up_by_pipeline(size.layer(dtype)):
+    if "up" in lookup.OVERRIDE or not rules.up_by_pipeline(size.layer(dtype)):
         return "Triton's is expected to be faster"
     return gluon_unsupported(tokens.values.device)
 

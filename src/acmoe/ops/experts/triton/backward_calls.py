@@ -14,7 +14,7 @@ from acmoe.ops.experts.triton.launched import (
     up_weight_gradient,
 )
 from acmoe.ops.experts.triton.sizes import Operands, RowOperand
-from acmoe.ops.experts.tune.calls import Inputs, drawn, plan_of
+from acmoe.ops.experts.tune.inputs import Inputs, drawn, plan_of
 
 
 class Backward:

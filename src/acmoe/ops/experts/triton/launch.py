@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from acmoe.ops.device.block_sizes import Blocks
 from acmoe.ops.device.dot import dot_precision
 from acmoe.ops.device.dropout_rng import drop_threshold
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2, tma_aligned
-from acmoe.ops.device.settings import Blocks
-from acmoe.ops.device.tuning import blocks_for
+from acmoe.ops.experts.settings.lookup import blocks_for
 from acmoe.ops.experts.triton.forward import grouped_gemm_kernel, up_kernel
 from acmoe.ops.experts.triton.persistent_weights import persistent_weight_kernel
 from acmoe.ops.experts.triton.sizes import RowOperand, Sizes

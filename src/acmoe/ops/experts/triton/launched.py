@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from acmoe.ops.device import rules
 from acmoe.ops.device.launcher import compute
 from acmoe.ops.experts.hopper.choice import gathers, run_hidden, run_rows, run_weight
 from acmoe.ops.experts.hopper.up_choice import run_up
+from acmoe.ops.experts.settings import rules
 from acmoe.ops.experts.triton.backward_launch import run_reduce_partials
 from acmoe.ops.experts.triton.sizes import Operands, RowOperand, Sizes, Sums, sizes_of
 from acmoe.ops.experts.triton.tiles import Plan

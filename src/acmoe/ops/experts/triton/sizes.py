@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.ops.device.rules import Layer
+from acmoe.ops.experts.settings.rules import Layer
 
 
 class Sizes(NamedTuple):

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acmoe.ops.device import rules
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
+from acmoe.ops.experts.settings import rules
 from acmoe.ops.experts.triton.forward import up_epilogue
 from acmoe.ops.experts.triton.sizes import Operands, Sizes
 

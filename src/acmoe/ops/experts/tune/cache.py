@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from acmoe.errors import UserError
-from acmoe.ops.device.rules import Layer
-from acmoe.ops.device.tuning import Table, is_row, key
+from acmoe.ops.experts.settings.rules import Layer
+from acmoe.ops.experts.settings.tables import Table, is_row, key
 from acmoe.storage.atomic import replace_text
 
 _log = logging.getLogger("acmoe")

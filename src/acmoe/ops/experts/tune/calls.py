@@ -6,36 +6,13 @@ T tokens, D features, F hidden units, W = F or 2F, E experts, K experts per toke
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from acmoe.ops.experts.triton.sizes import Sizes, sizes_of
-from acmoe.ops.sort.reference import Rows
-
-if TYPE_CHECKING:
-    from acmoe.ops.experts.triton.tiles import Plan
+from acmoe.ops.experts.tune.inputs import Inputs, drawn, plan_of
 
 Call = Callable[[], tuple[Tensor, ...]]
-
-
-class Inputs(NamedTuple):
-    """The tensors of one call of the experts, without gradients."""
-
-    x: Tensor  # (T, D)
-    up: Tensor  # (E, W, D) in the dtype of x
-    down: Tensor  # (E, D, F)
-    up_bias: Tensor | None
-    down_bias: Tensor | None
-    gate: Tensor  # (T, K)
-    rows: Rows
-    act: str
-    result: torch.dtype  # dtype of the weight gradients, that of the parameters
-
-    @property
-    def sizes(self) -> Sizes:
-        return sizes_of(self.x, self.down, self.gate, self.act)
 
 
 def forward_calls(given: Inputs, generator: torch.Generator | None = None) -> dict[str, Call]:
@@ -76,17 +53,3 @@ def backward_calls(given: Inputs, generator: torch.Generator | None = None) -> d
         "up_weight": calls.up_weight,
         "input": calls.input,
     }
-
-
-def plan_of(given: Inputs) -> "tuple[Sizes, Plan, Tensor]":
-    """Return the sizes, the tiles, and a seed that is not read."""
-    from acmoe.ops.experts.triton.tiles import Plan
-
-    plan = Plan(given.rows.permutation, given.rows.offsets, given.gate.shape[1])
-    return given.sizes, plan, given.rows.offsets
-
-
-def drawn(given: Inputs, width: int, generator: torch.Generator | None) -> Tensor:
-    """Return random rows (N, width): the clock rate under load depends on the numbers."""
-    shape = (given.rows.permutation.numel(), width)
-    return torch.randn(shape, generator=generator, device=given.x.device, dtype=given.x.dtype)

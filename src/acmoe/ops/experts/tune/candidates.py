@@ -6,8 +6,9 @@ hidden units, W = 2F for gated experts, else F, E experts, R rows of an average 
 
 from collections.abc import Sequence
 
-from acmoe.ops.device.rules import Layer
-from acmoe.ops.device.settings import GROUPED_MM, WEIGHT_GEMMS, Blocks, PipelineConfig
+from acmoe.ops.device.block_sizes import Blocks
+from acmoe.ops.experts.settings.gemms import GROUPED_MM, WEIGHT_GEMMS, PipelineConfig
+from acmoe.ops.experts.settings.rules import Layer
 
 Settings = Blocks | PipelineConfig
 

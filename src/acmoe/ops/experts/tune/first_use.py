@@ -1,6 +1,6 @@
 """Decide whether a layer is tuned at its first use, and do so.
 
-A layer that no table names runs by rules (device/rules.py). On a GPU its first eager call first
+A layer that no table names runs by rules (settings/rules.py). On a GPU its first eager call first
 times two to four settings of each GEMM, forward and, where gradients are wanted, backward. That
 takes seconds, most of them to compile, and is remembered in a file (cache.py), so that later
 processes read it. The settings of a layer never change after its first call, but another machine,
@@ -14,21 +14,18 @@ otherwise the rules.
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from acmoe.config.environment import tuning_requested
-from acmoe.ops.device import rules, tuning
-from acmoe.ops.device.rules import Layer
 from acmoe.ops.experts.reference import ExpertWeights
+from acmoe.ops.experts.settings import lookup, rules, tables
+from acmoe.ops.experts.settings.rules import Layer
 from acmoe.ops.experts.triton.sizes import Sizes, sizes_of
+from acmoe.ops.experts.tune.inputs import Inputs
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.reference import Rows
-
-if TYPE_CHECKING:
-    from acmoe.ops.experts.tune.calls import Inputs
 
 _log = logging.getLogger("acmoe")
 
@@ -47,7 +44,7 @@ def forget() -> None:
     """Forget what this process has measured or read."""
     _settled.clear()
     _calls.clear()
-    tuning.MEASURED.clear()
+    lookup.MEASURED.clear()
 
 
 def prepare(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, activation: str) -> None:
@@ -82,7 +79,7 @@ def unsuitable(size: Sizes, layer: Layer) -> str | None:
         return "an average expert has few rows"
     if 2 * size.tokens * size.top_k * size.dim * (size.width + size.hidden) < FEWEST_FLOPS:
         return "it is small"
-    if tuning.is_tuned(layer):
+    if lookup.is_tuned(layer):
         return "a table names it"
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are requested"
@@ -105,14 +102,14 @@ def _settle(
 
     biased = weights.up_bias is not None or weights.down_bias is not None
     what = cache.identity(layer, size.act, biased, weights.up.dtype, x.device)
-    known = tuning.MEASURED.get(layer) or cache.read(what)
+    known = lookup.MEASURED.get(layer) or cache.read(what)
     missing = [part for part, row in _PARTS[: 1 + backward] if row not in known]
     if missing and tuning_requested() == "auto" and not _distributed():
         known = known | _measure(missing, x, weights, rows, gate, size.act, known)
         if known:
             cache.write(what, known)
     if known:
-        tuning.MEASURED[layer] = known
+        lookup.MEASURED[layer] = known
 
 
 # The parts of a layer, and a row that is there once a part was measured.
@@ -137,8 +134,8 @@ def _measure(
     rows: Rows,
     gate: Tensor,
     act: str,
-    known: tuning.Table,
-) -> tuning.Table:
+    known: tables.Table,
+) -> tables.Table:
     """Return the rows of these parts; none if the memory does not suffice."""
     from acmoe.ops.experts.tune.search import tune_backward, tune_forward
 
@@ -150,7 +147,7 @@ def _measure(
     )
     begin = time.perf_counter()
     given = _inputs(x, weights, rows, gate, act)
-    found: tuning.Table = {}
+    found: tables.Table = {}
     try:
         with torch.random.fork_rng([x.device]):
             if "forward" in parts:
@@ -168,10 +165,8 @@ def _measure(
     return found
 
 
-def _inputs(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, act: str) -> "Inputs":
+def _inputs(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, act: str) -> Inputs:
     """Return the tensors of the call as the kernels read them: detached, in the dtype of x."""
-    from acmoe.ops.experts.tune.calls import Inputs
-
     up_bias, down_bias = (
         None if one is None else one.detach().to(x.dtype)
         for one in (weights.up_bias, weights.down_bias)

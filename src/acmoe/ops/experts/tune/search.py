@@ -1,8 +1,8 @@
 """Time the candidates of each GEMM of a layer and return the settings of the fastest.
 
-The result has the format of the tables (device/tuning.py): a row "up" or "down" for the blocks of a
-Triton GEMM, "pipeline_down" for the pipeline of a Hopper GEMM (null where Triton's was faster), and
-"copy" for [forward, backward].
+The result has the format of the tables (settings/tables.py): a row "up" or "down" for the blocks of
+a Triton GEMM, "pipeline_down" for the pipeline of a Hopper GEMM (null where Triton's was faster),
+and "copy" for [forward, backward].
 """
 
 import contextlib
@@ -14,11 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.ops.device import rules, tuning
-from acmoe.ops.device.settings import GROUPED_MM, WEIGHT_GEMMS, Blocks, PipelineConfig
-from acmoe.ops.device.tuning import Table
-from acmoe.ops.experts.tune.calls import Call, Inputs, backward_calls, forward_calls
+from acmoe.ops import device_support
+from acmoe.ops.device.block_sizes import Blocks
+from acmoe.ops.experts.settings import lookup, rules
+from acmoe.ops.experts.settings.gemms import GROUPED_MM, WEIGHT_GEMMS, PipelineConfig
+from acmoe.ops.experts.settings.tables import Table
+from acmoe.ops.experts.tune.calls import Call, backward_calls, forward_calls
 from acmoe.ops.experts.tune.candidates import Settings, quick
+from acmoe.ops.experts.tune.inputs import Inputs
 
 _log = logging.getLogger("acmoe")
 
@@ -40,29 +43,29 @@ class Found(NamedTuple):
 @contextlib.contextmanager
 def trying(kernel: str, settings: Settings) -> Iterator[None]:
     """Make the GEMM use these settings inside `with`."""
-    blocks, pipelines = dict(tuning.OVERRIDE), dict(tuning.PIPELINE_OVERRIDE)
+    blocks, pipelines = dict(lookup.OVERRIDE), dict(lookup.PIPELINE_OVERRIDE)
     if isinstance(settings, Blocks):
-        tuning.OVERRIDE[kernel], tuning.PIPELINE_OVERRIDE[kernel] = settings, None
+        lookup.OVERRIDE[kernel], lookup.PIPELINE_OVERRIDE[kernel] = settings, None
     else:
-        tuning.PIPELINE_OVERRIDE[kernel] = settings
+        lookup.PIPELINE_OVERRIDE[kernel] = settings
     try:
         yield
     finally:
-        tuning.OVERRIDE.clear()
-        tuning.OVERRIDE.update(blocks)
-        tuning.PIPELINE_OVERRIDE.clear()
-        tuning.PIPELINE_OVERRIDE.update(pipelines)
+        lookup.OVERRIDE.clear()
+        lookup.OVERRIDE.update(blocks)
+        lookup.PIPELINE_OVERRIDE.clear()
+        lookup.PIPELINE_OVERRIDE.update(pipelines)
 
 
 @contextlib.contextmanager
 def copying(*flags: bool) -> Iterator[None]:
     """Copy tokens in [forward, backward] or not inside `with`."""
-    before = list(tuning.COPY_OVERRIDE)
-    tuning.COPY_OVERRIDE[:] = flags
+    before = list(lookup.COPY_OVERRIDE)
+    lookup.COPY_OVERRIDE[:] = flags
     try:
         yield
     finally:
-        tuning.COPY_OVERRIDE[:] = before
+        lookup.COPY_OVERRIDE[:] = before
 
 
 @torch.no_grad()
@@ -141,11 +144,11 @@ def _candidates(kernel: str, given: Inputs, copied: bool) -> list[Settings]:
     """
     layer = given.sizes.layer(given.x.dtype)
     pipelines: list[Settings] = []
-    blocks: list[Settings] = [tuning.blocks_for(kernel, layer)]
-    own = None if kernel == "up" else tuning.pipeline_for(kernel, layer)
+    blocks: list[Settings] = [lookup.blocks_for(kernel, layer)]
+    own = None if kernel == "up" else lookup.pipeline_for(kernel, layer)
     if own is not None and _runs(kernel, own, given, copied):
         pipelines.append(own)
-    for one in quick(kernel, layer, tma=layer.aligned and tuning.has_shared_memory()):
+    for one in quick(kernel, layer, tma=layer.aligned and device_support.has_large_shared_memory()):
         if isinstance(one, Blocks):
             blocks.append(one)
         elif _runs(kernel, one, given, copied):

@@ -6,7 +6,7 @@ T tokens, D features, E experts.
 import torch
 from torch import Tensor
 
-from acmoe.ops.device import tuning
+from acmoe.ops import device_support
 from acmoe.ops.device.launcher import cdiv, launch
 from acmoe.ops.route.hopper.choice import hopper_unsupported
 from acmoe.ops.route.triton.affinity import affinity_kernel
@@ -44,7 +44,7 @@ def many_affinities(
     E = embedding_ED.shape[0]
     height, width, num_warps, num_stages = AFFINITY_TILE
     reading = rescaled(tokens, 2) if worth_rescaling(tokens, E) else tokens
-    if reading.has_scale and not reading.is_sorted and not tuning.has_shared_memory():
+    if reading.has_scale and not reading.is_sorted and not device_support.has_large_shared_memory():
         num_stages -= 1
     launch(
         affinity_kernel, (cdiv(E, width), reading.blocks(height)),

@@ -274,8 +274,8 @@ def _deviations_kernel(
         offs = ((part // P).to(tl.int64) * C + c)[:, None] * D + d[None, :]
         tl.store(mean_ptr + offs, mean, mask=valid_c)
     # The memory of this program's result first holds the means, which tokens gather by cluster.
-    slot_ptr = spread_ptr + part.to(tl.int64) * C * D
-    tl.store(slot_ptr + c[:, None] * D + d[None, :], mean, mask=valid_c)
+    part_ptr = spread_ptr + part.to(tl.int64) * C * D
+    tl.store(part_ptr + c[:, None] * D + d[None, :], mean, mask=valid_c)
     tl.debug_barrier()
     acc = tl.zeros((BC, BD), dtype=tl.float32)
     for start in range(begin, tl.minimum(begin + split, T), BT):
@@ -285,7 +285,7 @@ def _deviations_kernel(
         x = tl.load(x_ptr + (base + start) * D + offs, mask=valid, other=0.0)
         cluster = load_cluster(assignment_ptr, mask_ptr, base + t, t < T, HAS_MASK)
         in_block = (cluster >= from_c) & (cluster < tl.minimum(from_c + BC, C))
-        mean_ptrs = slot_ptr + cluster[:, None] * D + d[None, :]
+        mean_ptrs = part_ptr + cluster[:, None] * D + d[None, :]
         deviation = x.to(tl.float32) - tl.load(mean_ptrs, mask=valid & in_block[:, None], other=0.0)
         member = mask_to_dtype(c[:, None] == cluster[None, :], tl.bfloat16)
         if MEASURE == "sign":
@@ -296,4 +296,4 @@ def _deviations_kernel(
             term = tl.where(term < POISON, term, POISON)
             acc = dot_bf16x2(member, term, acc)
     tl.debug_barrier()
-    tl.store(slot_ptr + c[:, None] * D + d[None, :], acc, mask=valid_c)
+    tl.store(part_ptr + c[:, None] * D + d[None, :], acc, mask=valid_c)

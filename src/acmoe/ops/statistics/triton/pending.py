@@ -1,4 +1,4 @@
-"""Merge a batch into the statistics that wait for the next optimizer step, in one launch.
+"""Merge a batch into the pending statistics of the next optimizer step, in one launch.
 
     total = count + new_count                               (C,)
     mean  = mean + (new - mean) * new_count / total         (C, D); new itself where count is 0

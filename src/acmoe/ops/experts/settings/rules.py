@@ -1,6 +1,6 @@
 """Rules for the expert GEMMs of shapes that no table names: blocks, pipelines, copies.
 
-The tables (tuning.py) hold measurements of single shapes. These rules generalise them: each limit
+The tables (tables.py) hold measurements of single shapes. These rules generalise them: each limit
 below lies between two shapes whose best settings differ (H200, bf16; names of lab/bench/shapes.py).
 They hold for GPUs with 227 KiB of shared memory a program and TMA, H100, H200 and B200.
 
@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from acmoe.ops.device.settings import WEIGHT_GEMMS, Blocks, PipelineConfig, VectorBlocks
+from acmoe.ops.device.block_sizes import Blocks
+from acmoe.ops.experts.settings.gemms import WEIGHT_GEMMS, PipelineConfig, VectorBlocks
 
 # Widths W from which tokens are copied into sorted rows before the GEMMs, in forward and backward.
 # A GEMM that loads both operands by TMA saves N D W * 4e-16 seconds against one that gathers (600

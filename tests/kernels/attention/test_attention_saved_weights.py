@@ -1,4 +1,4 @@
-"""Weights that the forward for Hopper keeps: emulated on a CPU, and on the card if there is one.
+"""Weights that the forward for Hopper saves: emulated on a CPU, and on the card if there is one.
 
 Shapes: B streams, H heads, X = B * H, L queries, S keys before them, N = S + L, W span, P features
 of a head; C columns of a row, M rows of eight queries of a head, R = X * M.

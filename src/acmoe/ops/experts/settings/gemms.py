@@ -1,6 +1,13 @@
-"""Settings of an expert GEMM: block sizes of a Triton kernel, the pipeline of a Hopper kernel.
+"""The six GEMMs of an expert layer, and the settings of their kernels other than Triton's `Blocks`.
 
-Where torch's own grouped GEMM is faster than both, the "pipeline" is GROUPED_MM.
+They are named
+    up            h = x @ up^T                 (N, W)
+    down          y = a @ down^T               (N, D)
+    hidden        da = grad @ down             (N, F)
+    down_weight   grad^T a                     (E, D, F)
+    up_weight     dh^T x                       (E, W, D)
+    input         dx = dh @ up                 (N, D)
+for N rows sorted by expert, D features, F hidden units, W = 2F for swiglu, else F, E experts.
 """
 
 from typing import NamedTuple
@@ -11,19 +18,6 @@ GEMMS = ("up", "down", "hidden", "down_weight", "up_weight", "input")
 ROW_GEMMS, WEIGHT_GEMMS = ("hidden", "down", "input"), ("down_weight", "up_weight")
 PIPELINE_BM = 128  # BM of these kernels: rows of a tile
 PIPELINE_BK = 64  # BK of these kernels: the inner dimension of a pipeline stage
-
-
-class Blocks(NamedTuple):
-    """Block sizes and launch options of a Triton GEMM kernel."""
-
-    m: int
-    n: int
-    k: int
-    num_warps: int
-    num_stages: int
-    tma: bool = False  # load tiles by TMA; needs rows of a multiple of 16 bytes
-    splits: int = 0  # split-K factor of a weight gradient; 0: as many as fill the GPU
-    persistent: int = 0  # programs a multiprocessor of a persistent launch; 0: one program a tile
 
 
 class VectorBlocks(NamedTuple):
@@ -52,4 +46,4 @@ class PipelineConfig(NamedTuple):
         return 256 if self.form == "cooperative" else 128
 
 
-GROUPED_MM = PipelineConfig("torch", 0)
+GROUPED_MM = PipelineConfig("torch", 0)  # where torch's grouped GEMM is faster than both kernels

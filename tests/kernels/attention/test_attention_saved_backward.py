@@ -1,4 +1,4 @@
-"""Attention that keeps its weights for the backward: kernels for Hopper, emulated on a CPU.
+"""Attention that saves its weights for the backward: kernels for Hopper, emulated on a CPU.
 
 Shapes: B streams, H heads, L queries, S keys before them, N = S + L, W span, P features of a head.
 """
@@ -39,7 +39,7 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     from gluon_emulator import emulate, register_asm
 
     def packed(weight: Tensor, factor: Tensor, pair: Tensor, term: Tensor, limit: Tensor) -> Any:
-        """Signed and dropped weights: see test_attention_keep.py."""
+        """Signed and dropped weights: see test_attention_saved_weights.py."""
         word = (factor.long() * (pair.long() & 0xFFFFFFFF) + term.long()) & 0xFFFFFFFF
         half = torch.where(torch.arange(weight.shape[-1]) % 2 == 1, word >> 16, word) & 0xFFFF
         rand, low = (t.to(torch.uint16).view(torch.float16) for t in (half, limit.long() & 0xFFFF))

@@ -29,7 +29,7 @@ Layer = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contestant:
+class Implementation:
     """One implementation of the layer that takes part in a benchmark."""
 
     name: str
@@ -149,32 +149,34 @@ def _ours(backend: str) -> Callable[[Shape, Weights], Layer]:
     return partial(build_ours, backend=backend)
 
 
-CONTESTANTS = (
-    Contestant(name="acmoe", unsupported=_runs_always, build=_ours("auto")),
-    Contestant(name="acmoe+compile", unsupported=_compile_unsupported, build=_compiled_ours),
-    Contestant(name="triton", unsupported=triton_unsupported, build=_ours("triton"), optional=True),
-    Contestant(name="torch", unsupported=_runs_always, build=_ours("torch"), optional=True),
-    Contestant(name="grouped_mm", unsupported=_grouped_unsupported, build=_ours("grouped_mm")),
-    Contestant(
+IMPLEMENTATIONS = (
+    Implementation(name="acmoe", unsupported=_runs_always, build=_ours("auto")),
+    Implementation(name="acmoe+compile", unsupported=_compile_unsupported, build=_compiled_ours),
+    Implementation(
+        name="triton", unsupported=triton_unsupported, build=_ours("triton"), optional=True
+    ),
+    Implementation(name="torch", unsupported=_runs_always, build=_ours("torch"), optional=True),
+    Implementation(name="grouped_mm", unsupported=_grouped_unsupported, build=_ours("grouped_mm")),
+    Implementation(
         name="grouped_mm+compile", unsupported=_grouped_unsupported, build=_compiled_grouped
     ),
-    Contestant(name="scattermoe", unsupported=_scattermoe_unsupported, build=_scattermoe),
-    Contestant(name="sonicmoe", unsupported=sonicmoe_unsupported, build=_ours("sonicmoe")),
-    Contestant(name="transformers", unsupported=_transformers_unsupported, build=_transformers),
-    Contestant(
+    Implementation(name="scattermoe", unsupported=_scattermoe_unsupported, build=_scattermoe),
+    Implementation(name="sonicmoe", unsupported=sonicmoe_unsupported, build=_ours("sonicmoe")),
+    Implementation(name="transformers", unsupported=_transformers_unsupported, build=_transformers),
+    Implementation(
         name="transformers-eager",
         unsupported=_eager_unsupported,
         build=partial(_transformers, implementation="eager"),
     ),
-    Contestant(name="liger", unsupported=_liger_unsupported, build=_liger),
+    Implementation(name="liger", unsupported=_liger_unsupported, build=_liger),
 )
 
 
-def find_contestants(names: Sequence[str]) -> list[Contestant]:
+def find_implementations(names: Sequence[str]) -> list[Implementation]:
     """Return the named implementations, or all that are not optional. acmoe is always included."""
-    known = {contestant.name: contestant for contestant in CONTESTANTS}
+    known = {one.name: one for one in IMPLEMENTATIONS}
     for name in names:
         if name not in known:
             raise UserError(f"rival {name!r} is unknown; choose among {', '.join(known)}")
-    wanted = {"acmoe", *names} if names else {c.name for c in CONTESTANTS if not c.optional}
-    return [contestant for contestant in CONTESTANTS if contestant.name in wanted]
+    wanted = {"acmoe", *names} if names else {c.name for c in IMPLEMENTATIONS if not c.optional}
+    return [one for one in IMPLEMENTATIONS if one.name in wanted]

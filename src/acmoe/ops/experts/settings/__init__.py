@@ -1,0 +1,1 @@
+"""Settings of the expert GEMMs: which kernel runs each one, with which block sizes."""
