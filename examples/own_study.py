@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import acmoe
 from acmoe.cli import main
 from acmoe.lab.study.cell import Cell
+from acmoe.lab.study.grids.grid import Conditions
 from acmoe.lab.study.grids.nano import nano_text_cells
 from acmoe.lab.study.materials import Materials
 from acmoe.lab.study.metrics import BITS
@@ -63,7 +64,7 @@ new_router.register(TemperedConfig, TemperedRouter)
 
 def grid(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
     """Return the runs: a small language model on text that comes with Python, with each router."""
-    routers = {
+    routers: Conditions = {
         "smoe": "smoe",
         "tempered": TemperedConfig(),
         "adaptive-tempered": acmoe.AdaptiveConfig(base=TemperedConfig(), statistics="batch"),

@@ -107,6 +107,11 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(method, capsys, mon
         (("--evidence", "page.md", "--out", "x.jsonl"), "--out x.jsonl has no effect with --evid"),
         (("synthetic", "--page", "page.md"), "--page page.md has no effect without --summarise"),
         (("--list", "--steps", "3"), "--steps 3 has no effect on the list of studies"),
+        (("synthetic", "--seeds", "1", "1"), "--seeds 1 1 names a seed twice; leave one out"),
+        # A mistyped setting is not taken for one that reads data, nor KEY=VALUE for a setting.
+        (("long", "--settings", "nanoo"), "--settings nanoo: no setting has that in its name"),
+        (("long", "--settings", "nano", "steps=3"), "--settings steps=3: KEY=VALUE comes before"),
+        (("nano", "--only", "smoe", "steps=3"), "--only steps=3: KEY=VALUE comes before"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, arguments, says):

@@ -157,9 +157,12 @@ class Study:
         from acmoe.lab.study.planned import PlannedMaterials
         from acmoe.lab.study.ray_cluster import check_scratch
         from acmoe.lab.study.registry import study_of
-        from acmoe.lab.study.study import choose
+        from acmoe.lab.study.study import check_names, check_settings, choose
 
         study = study_of(self.study)
+        check_names(self.only, self.settings)
+        if study.settings:  # before a mistyped one is taken for one that reads data
+            check_settings(self.settings, study.settings)
         free = [f'--settings "{setting}" reads none' for setting in study.free_settings]
         check(
             self.data is not None or not study.reads(self.settings),
@@ -172,7 +175,8 @@ class Study:
             ),
         )
         seeds = self.seeds or study.own_seeds
-        check(len(set(seeds)) == len(seeds), f"--seeds {seeds} names a seed twice; leave one out")
+        text = " ".join(map(str, seeds))
+        check(len(set(seeds)) == len(seeds), f"--seeds {text} names a seed twice; leave one out")
         data, work, size = self.data or Path(), self.work.resolve(), self._size()
         planned = study.cells(PlannedMaterials(data=data, work=work), size, seeds, self.settings)
         planned = choose(planned, self.only, self.settings)  # raises before data are prepared

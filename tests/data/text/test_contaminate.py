@@ -107,6 +107,7 @@ def test_bytes_have_no_early_stop(octets: Corpus) -> None:
     [
         ({"rate": 0.0}, "rate=0.0 must lie between 0 and 1"),
         ({"rate": 1.0}, "rate=1.0 must lie between 0 and 1"),
+        ({"rate": 2.5}, "rate=2.5 must lie .* fraction of words or bytes to replace"),
         ({"seed": -1}, "seed=-1 must not be negative"),
         ({"targets": "both"}, "targets='both' is not known"),
     ],

@@ -58,7 +58,8 @@ class ContaminationConfig:
     def __post_init__(self) -> None:
         check(
             self.rate is None or 0.0 < self.rate < 1.0,
-            f"rate={self.rate} must lie between 0 and 1",
+            f"rate={self.rate} must lie between 0 and 1: the fraction of words or bytes to "
+            "replace, such as 0.025",
         )
         check(self.seed >= 0, f"seed={self.seed} must not be negative")
         check(

@@ -33,6 +33,22 @@ def selects(part: str, setting: str, names: Sequence[str]) -> bool:
     return part in (setting.split(", ") if whole else setting)
 
 
+def check_names(only: Sequence[str], settings: Sequence[str]) -> None:
+    """Raise a UserError for a KEY=VALUE that --only or --settings took as one of its names."""
+    for option, names in (("--only", only), ("--settings", settings)):
+        for name in names:
+            check("=" not in name, f"{option} {name}: KEY=VALUE comes before the options")
+
+
+def check_settings(settings: Sequence[str], names: Sequence[str]) -> None:
+    """Raise a UserError for a part that no name of a setting has."""
+    for part in settings:
+        check(
+            any(part in name for name in names),
+            f"--settings {part}: no setting has that in its name; they are: {'; '.join(names)}",
+        )
+
+
 def choose(cells: Sequence[Cell], only: Sequence[str], settings: Sequence[str]) -> list[Cell]:
     """Return the cells of these conditions and settings, all if none are given.
 
@@ -45,11 +61,7 @@ def choose(cells: Sequence[Cell], only: Sequence[str], settings: Sequence[str]) 
             f"--only {name}: the study has no such condition; choose from {', '.join(conditions)}",
         )
     names = list(dict.fromkeys(cell.setting for cell in cells))
-    for part in settings:
-        check(
-            any(part in name for name in names),
-            f"--settings {part}: no setting has that in its name; they are: {'; '.join(names)}",
-        )
+    check_settings(settings, names)
     return [
         cell
         for cell in cells
@@ -119,6 +131,11 @@ class Study:
     def free_settings(self) -> tuple[str, ...]:
         """The settings that need no data folder although the study reads data."""
         return () if self.data_free is None else self.data_free.settings
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The names of all settings; empty where only the grid knows them."""
+        return () if self.data_free is None else (*self.data_free.others, *self.data_free.settings)
 
     def declared(self, setting: str) -> int | None:
         """Return the number of pairs that was declared for a setting; None: no number was."""
