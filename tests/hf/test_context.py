@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -97,3 +98,67 @@ def test_threads_have_contexts_of_their_own_and_compiled_code_none(
         other.submit(close_context, part).result()
     with pytest.raises(UserError, match=OUTSIDE):
         context_of(part)
+
+
+@pytest.mark.parametrize("first", ["mine", "theirs"])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_compiled_code_finds_the_call_again_after_threads_overlapped(
+    part: AdaptivePart, monkeypatch: pytest.MonkeyPatch, first: str, interrupted: bool
+) -> None:
+    """Interrupted: the other thread ends in the middle of its call, and no hook closes that."""
+    with ThreadPoolExecutor(1) as other:
+        if first == "theirs":
+            other.submit(lambda: open_context(part, new_context())).result()
+        open_context(part, new_context())
+        if first == "mine":
+            other.submit(lambda: open_context(part, new_context())).result()
+        if not interrupted:
+            other.submit(close_context, part).result()
+    close_context(part)
+    assert part.context is None or interrupted
+    context = new_context()
+    open_context(part, context)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert context_of(part) is context
+    monkeypatch.undo()
+    close_context(part)
+    assert part.context is None
+
+
+def test_three_threads_share_a_layer_until_one_is_left(
+    part: AdaptivePart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = [ThreadPoolExecutor(1) for _ in range(3)]
+    for thread in threads:
+        thread.submit(open_context, part, new_context()).result()
+    for thread in threads[:2]:
+        thread.submit(close_context, part).result()
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        with pytest.raises(UserError, match="several threads call a model"):
+            context_of(part)
+        monkeypatch.undo()
+    threads[2].submit(close_context, part).result()
+    assert part.context is None
+    for thread in threads:
+        thread.shutdown()
+
+
+def test_a_model_that_two_threads_called_at_once_is_compiled_in_part_afterwards() -> None:
+    """Both threads wait for each other inside the second layer."""
+    model: Any = acmoe.attach(build("mixtral")).eval()
+    expected = logits(model, input_ids=ids())
+    both = Barrier(2, timeout=60)
+
+    def meet(*_: object) -> None:
+        both.wait()
+
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(meet)
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(logits, model, input_ids=ids()) for _ in range(2)]
+        for one in found:
+            assert torch.equal(one.result(), expected)
+    hook.remove()
+    assert all(part.context is None for part in attached_parts(model).values())
+    for layer in model.model.layers:
+        layer.mlp.gate.compile(backend="eager")
+    assert torch.equal(logits(model, input_ids=ids()), expected)

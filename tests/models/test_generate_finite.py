@@ -1,5 +1,7 @@
 """A model that gives NaN or infinity while it generates is refused in one line."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -57,15 +59,30 @@ def test_logits_that_no_token_is_drawn_from_are_not_asked_for() -> None:
     assert torch.equal(model.generate([[1]], 2, seed=0), expected)
 
 
-def test_a_sequence_that_has_ended_may_give_anything() -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"seed": 0}, {"seed": 0, "top_k": 5, "top_p": 0.9}]
+)
+def test_a_sequence_that_has_ended_may_give_anything(value: float, options: dict[str, Any]) -> None:
     model, prompts = tiny_model(), [[1], [2]]
-    first, other = model.generate(prompts, 4, temperature=0)
+    first, other = model.generate(prompts, 4, **options)
     stop = int(first[0])
-    assert stop not in other.tolist()  # the second sequence goes on
-    expected = model.generate(prompts, 4, temperature=0, stop_token=stop)
-    model.decode_steps = spoilt(float("nan"), 2, row=0)
-    found = model.generate(prompts, 4, temperature=0, stop_token=stop)
+    assert stop not in other[:3].tolist()  # the second sequence goes on
+    expected = model.generate(prompts, 4, **options, stop_token=stop)
+    model.decode_steps = spoilt(value, 2, row=0)
+    found = model.generate(prompts, 4, **options, stop_token=stop)
     assert torch.equal(found, expected) and found[0].tolist() == [stop] * 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_sequence_that_goes_on_beside_one_that_has_ended_must_be_finite(
+    temperature: float,
+) -> None:
+    model, prompts = tiny_model(), [[1], [2]]
+    stop = int(model.generate(prompts, 4, temperature=temperature, seed=0)[0, 0])
+    model.decode_steps = spoilt(float("nan"), 2, row=1)
+    with pytest.raises(NonFiniteError, match="after 2 new tokens"):
+        model.generate(prompts, 4, temperature=temperature, seed=0, stop_token=stop)
 
 
 def test_another_error_of_a_step_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

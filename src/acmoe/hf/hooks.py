@@ -16,7 +16,9 @@ compiled it too often (`recompile_limit`), and somebody may compile a part of a 
 
 import inspect
 import threading
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +39,18 @@ class _ThreadContexts(threading.local):
         self.by_part: dict[int, LayerContext] = {}
 
 
+@dataclass
+class SharedContext(LayerContext):
+    """Stands in the attribute while several threads are in a layer: it has the context of none.
+
+    References are weak, so that a thread that ended in the middle of a call does not count.
+    """
+
+    calls: list[ref[LayerContext]] = field(default_factory=list)
+
+
 _CONTEXTS = _ThreadContexts()
-SHARED = LayerContext(Tape(gradient=False), 0, 0)  # of a layer that several threads are in
+_LOCK = threading.Lock()  # of the attribute `context` of all parts
 
 
 def part_of(router: nn.Module) -> AdaptivePart:
@@ -52,7 +64,7 @@ def context_of(part: AdaptivePart) -> LayerContext:
     context = None if torch.compiler.is_compiling() else _CONTEXTS.by_part.get(id(part))
     if context is None or context.done:
         context = part.context
-    if context is None or context is SHARED:
+    if context is None or isinstance(context, SharedContext):
         raise UserError(
             f"{part.name} was called outside of its decoder layer, several threads call a model of "
             "which a part is compiled, or it is a copy (modules_to_save of PEFT); call the whole "
@@ -66,22 +78,41 @@ def open_context(part: AdaptivePart, context: LayerContext) -> None:
     if torch.compiler.is_compiling():
         part.context = context
         return
-    before = _CONTEXTS.by_part.get(id(part))  # of a call that was interrupted, or None
+    before = _CONTEXTS.by_part.get(id(part))
+    if before is not None:
+        before.done = True  # its call was interrupted
     _CONTEXTS.by_part[id(part)] = context
-    # Once two threads were in the layer at one time, the attribute holds the context of neither.
-    free = part.context is None or part.context is before
-    part.context = context if free else SHARED
+    with _LOCK:
+        others = _calls_under_way(part)
+        # While two threads are in the layer, the attribute holds the context of neither.
+        shared = SharedContext(Tape(gradient=False), 0, 0, calls=[*others, ref(context)])
+        part.context = shared if others else context
 
 
 def close_context(part: AdaptivePart) -> None:
     """End the context of a router's part."""
-    context = None if torch.compiler.is_compiling() else _CONTEXTS.by_part.pop(id(part), None)
-    if context is None or context.done:
-        context = part.context
-    if context is not None and context is not SHARED:
-        context.done = True
-    if part.context is context:
-        part.context = None
+    if torch.compiler.is_compiling():
+        if part.context is not None and not isinstance(part.context, SharedContext):
+            part.context.done = True
+            part.context = None
+        return
+    context = _CONTEXTS.by_part.pop(id(part), None)
+    with _LOCK:
+        if context is None or context.done:
+            context = part.context
+        if context is not None:
+            context.done = True
+        if not _calls_under_way(part):
+            part.context = None
+
+
+def _calls_under_way(part: AdaptivePart) -> list[ref[LayerContext]]:
+    """Return the calls of the part's layer that have not ended, of all threads."""
+    context = part.context
+    if context is None:
+        return []
+    calls = context.calls if isinstance(context, SharedContext) else [ref(context)]
+    return [call for call in calls if (one := call()) is not None and not one.done]
 
 
 class BeforeStack:

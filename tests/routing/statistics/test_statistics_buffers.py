@@ -12,8 +12,9 @@ from filled_layers import assert_same_buffers, filled_layer, see, step_buffers, 
 from router_loops import matrix, rows, scales
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from acmoe import AdaptiveConfig, MoE, RoutingState, SMoEConfig, fold_statistics
+from acmoe import AdaptiveConfig, MoE, MoEStack, RoutingState, SMoEConfig, fold_statistics
 from acmoe.routing.statistics import step
 
 
@@ -202,6 +203,52 @@ def test_what_is_written_through_data_of_buffers_is_read_after_eval():
     # s = (1, 3): 1/s = (1, 1/3), mean 2/3, M = (1.5, 0.5).
     found = see(statistics.eval(), x, cluster)
     torch.testing.assert_close(found, torch.tensor([[1.5, 0.5]]))
+
+
+def lerp_data(average: nn.Module, model: nn.Module) -> None:
+    """Move an average as many training loops do: through `.data`, then eval()."""
+    for mean, value in zip(tensors_of(average), tensors_of(model), strict=True):
+        mean.data.lerp_(value.data, 0.1)
+    average.eval()
+
+
+def lerp_tensors(average: nn.Module, model: nn.Module) -> None:
+    """Move an average without `.data`, which no eval() has to follow."""
+    with torch.no_grad():
+        for mean, value in zip(tensors_of(average), tensors_of(model), strict=True):
+            mean.lerp_(value, 0.1)
+
+
+def tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+@pytest.mark.parametrize("kind", ["averaged model", "of parameters", "lerp .data", "lerp"])
+def test_an_average_of_models_in_evaluation_mode_reads_its_own_statistics(kind):
+    """A copy computes its scale from its buffers anew, and must give what the average gives."""
+    torch.manual_seed(0)
+    router = AdaptiveConfig(statistics="running")
+    layers = [MoE(dim=4, hidden=4, num_experts=2, top_k=1, router=router) for _ in range(2)]
+    model, x = MoEStack(layers), torch.randn(32, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind in ("averaged model", "of parameters"):
+        buffers = kind == "averaged model"
+        averaged = AveragedModel(
+            model, use_buffers=buffers, multi_avg_fn=get_ema_multi_avg_fn(0.9)
+        ).eval()
+        average, move = averaged.module, lambda _, model: averaged.update_parameters(model)
+    else:
+        average = copy.deepcopy(model).eval()
+        move = lerp_data if kind == "lerp .data" else lerp_tensors
+    for _ in range(4):
+        y, state = model(torch.randn(32, 4) * torch.tensor([0.1, 1.0, 2.0, 5.0]))
+        (y.square().mean() + state.aux_loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        move(average, model)
+        with torch.no_grad():
+            expected, _ = copy.deepcopy(average)(x)
+            assert torch.equal(average(x)[0], expected)
 
 
 def test_a_copy_that_was_only_evaluated_does_not_wait_for_other_processes(monkeypatch):

@@ -102,10 +102,12 @@ def _continue(
     chosen: list[Tensor] = []
     logits: list[Tensor] = []  # (B,) those of the chosen tokens
     for count in itertools.count(1):
+        if stop_token is not None:
+            # Nobody reads a finished sequence; torch cannot sample from a row of NaN.
+            logits_BV = logits_BV.masked_fill(done_B[:, None], 0.0)
         token_B = _draw(draw, logits_BV, count - 1)
         logit_B = logits_BV.gather(1, token_B[:, None])[:, 0]
         if stop_token is not None:
-            logit_B = logit_B.masked_fill(done_B, 0.0)  # nobody reads a finished sequence
             token_B = token_B.masked_fill(done_B, stop_token)
             done_B = done_B | (token_B == stop_token)
         chosen.append(token_B)

@@ -93,7 +93,9 @@ class RunningAverage(StepStatistics):
     def average_scale(self) -> Tensor:
         """Return the scale of the running average, recomputed only if the average has changed.
 
-        It is stored in a buffer, so that a captured CUDA graph reads what `update` writes.
+        It is stored in a buffer, so that a captured CUDA graph reads what `update` writes. A write
+        through `.data` of a buffer changes no version and goes unnoticed until `train`, `eval` or
+        `state_dict` is called: to compare values, the host would have to wait for the device.
         """
         if not self.caches_scale:
             return scale_of(self.dispersion, self.weight, self.options)
