@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from acmoe.config.routing import AdaptiveConfig, SMoEConfig
 from acmoe.errors import UserError, check
 from acmoe.hf.adaptive import AdaptivePart
-from acmoe.hf.checkpoints.classes import adopt, release
+from acmoe.hf.checkpoints.classes import adopt, check_whole, release
 from acmoe.hf.checkpoints.options import options_of
 from acmoe.hf.discovery import FoundRouter, RouterStack, find_stacks
 from acmoe.hf.hooks import (
@@ -121,6 +121,7 @@ def detach(model: Model) -> Model:
         bool(parts),
         f"{type(model).__name__} has no attached router; pass the model that acmoe.attach got",
     )
+    check_whole(model)
     for router, part in parts.items():
         part.give_back_jitter(router)
         delattr(router, PLACE)
