@@ -29,6 +29,7 @@ from acmoe.hf.hooks import (
     BeforeStack,
     after_router,
     before_router,
+    check_arguments,
 )
 from acmoe.hf.placement import adaptive_routers
 from acmoe.ops.dispatch import log_once
@@ -89,6 +90,8 @@ def attach(
             not hasattr(found.module, PLACE),
             f"{type(model).__name__} is attached already; call acmoe.detach(model) first",
         )
+    for stack in stacks:
+        check_arguments(stack.stack)
     placed = adaptive_routers(stacks, skip=skip, layers=layers)
     with float32_default():
         parts = [
@@ -218,7 +221,7 @@ def _attach_stack(stack: RouterStack, parts: dict[int, AdaptivePart]) -> None:
         _attach_router(found, part)
     for layer in stack.layers:
         own = tuple(inside[id(layer)])
-        before = BeforeLayer(own)
+        before = BeforeLayer(layer, own)
         before.register(layer)
         _keep(layer, layer.register_forward_pre_hook(before, with_kwargs=True))
         if own:
