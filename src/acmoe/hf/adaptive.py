@@ -98,6 +98,11 @@ class AdaptivePart(nn.Module):
         """Return True if the statistics have no values."""
         return self.statistics is not None and self.statistics.dispersion.is_meta
 
+    def keep_float32(self) -> None:
+        """Make the statistics float32 again: accelerate loads them in the dtype of a model."""
+        if self.statistics is not None and self.statistics.dispersion.dtype != torch.float32:
+            self.statistics.load_state_dict(self.statistics.state_dict())
+
     def take_jitter(self, router: nn.Module, jitter: Jitter | None) -> None:
         """Draw the noise of the router here: in the rescaled copy the experts would not see it."""
         if jitter is None or self.reader is None:

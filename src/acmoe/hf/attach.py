@@ -218,7 +218,7 @@ def _attach_stack(stack: RouterStack, parts: dict[int, AdaptivePart]) -> None:
     for depth, part in parts.items():
         found = stack.routers[depth]
         inside[id(found.layer)].append(part)
-        _attach_router(found, part)
+        _attach_router(found, part, stack.stack)
     for layer in stack.layers:
         own = tuple(inside[id(layer)])
         before = BeforeLayer(layer, own)
@@ -232,11 +232,11 @@ def _attach_stack(stack: RouterStack, parts: dict[int, AdaptivePart]) -> None:
     _keep(module, module.register_forward_hook(end, with_kwargs=True))
 
 
-def _attach_router(found: FoundRouter, part: AdaptivePart) -> None:
+def _attach_router(found: FoundRouter, part: AdaptivePart, stack: nn.Module) -> None:
     router = found.module
     if found.note is not None and part.reader is not None:
         log_once(f"{type(router).__name__} {found.note}", logging.WARNING)
-    part.to(_device_of(router)).train(router.training)
+    part.to(_device_of(router, stack)).train(router.training)
     part.take_jitter(router, found.jitter)
     router.add_module(PLACE, part)
     _keep(router, router.register_forward_pre_hook(before_router, with_kwargs=True))
@@ -248,10 +248,17 @@ def _keep(module: nn.Module, handle: RemovableHandle) -> None:
     module.__dict__.setdefault(HANDLES, []).append(handle)
 
 
-def _device_of(router: nn.Module) -> torch.device:
-    """Return the device on which the router computes."""
+def _device_of(router: nn.Module, stack: nn.Module) -> torch.device:
+    """Return the device on which the router computes.
+
+    Where its parameters are on the meta device, it is that of the stack's buffers: accelerate's
+    `init_empty_weights` leaves these on the CPU, and loads later what a checkpoint holds.
+    """
     tensor = next(iter((*router.parameters(), *router.buffers())), None)
     device = torch.get_default_device() if tensor is None else tensor.device
+    if device.type != "meta":
+        return device
     # accelerate keeps the parameters of an offloaded module on the meta device between calls.
     offloaded = getattr(getattr(router, "_hf_hook", None), "execution_device", None)
-    return torch.device(offloaded) if device.type == "meta" and offloaded is not None else device
+    buffers = (buffer.device for buffer in stack.buffers() if not buffer.is_meta)
+    return next(buffers, device) if offloaded is None else torch.device(offloaded)

@@ -182,7 +182,9 @@ class BeforeLayer:
             self.registered = True
 
     def check_values(self, x: Tensor) -> None:
-        """Raise a UserError if the statistics have no values, and x has some."""
+        """Raise a UserError if the statistics have no values, and x has some; keep their dtype."""
+        for part in self.parts:
+            part.keep_float32()
         empty = None if x.is_meta else next((part for part in self.parts if part.on_meta), None)
         if empty is not None:
             raise UserError(
