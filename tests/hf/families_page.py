@@ -43,6 +43,9 @@ from acmoe.hf import register_family
 register_family("MyRouter", scores=1, ids=0)  # a router that returns (ids, logits)
 ```
 
+The `forward` of such a model must take `**kwargs` and pass them on to each of its layers, as
+transformers' own models do: in them the layers get the record of the call.
+
 This page is written by `PYTHONPATH=src python tests/hf/families_page.py >
 docs/huggingface-families.md` from tiny random models, which
 `pytest -m slow tests/hf/test_discovery.py` runs with text:

@@ -44,3 +44,21 @@ def test_an_exported_model_takes_other_numbers_of_sequences_and_tokens(mode: str
     other = ids(3, 11, seed=8)
     exported = program.module()(other, use_cache=False).logits
     torch.testing.assert_close(exported, logits(model, input_ids=other), **CLOSE)
+
+
+@pytest.mark.parametrize("mode", ["running", "prefix"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_traced_model_takes_other_numbers_of_sequences_and_tokens(mode: str) -> None:
+    model = measured(statistics=mode)
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.model(input_ids=tokens, use_cache=False, return_dict=False)[0]
+
+    traced = torch.jit.trace(Logits().eval(), (ids(2, 6),), check_trace=False)
+    other = ids(3, 11, seed=8)
+    torch.testing.assert_close(traced(other), logits(model, input_ids=other), **CLOSE)

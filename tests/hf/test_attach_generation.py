@@ -1,5 +1,6 @@
 """Generation with an attached model: what the cache carries is what the whole forward sees."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -72,6 +73,34 @@ def test_prefix_statistics_stand_behind_the_keys_of_a_growing_cache() -> None:
     more = logits(model, input_ids=tokens[:, :1].flip(0), past_key_values=cache)
     both = logits(model, input_ids=torch.cat([tokens, tokens[:, :1]], 1))
     torch.testing.assert_close(more[:, 0], both.flip(0)[:, -1], **CLOSE)
+
+
+def test_an_offloading_cache_fetches_its_first_layer_in_place_of_the_statistics() -> None:
+    """After the last layer it prefetches the next one, round to the first. Streams need a GPU, so
+    the cache begins to offload when it is filled, and the stream is none."""
+    model, tokens = measured(statistics="prefix"), ids(2, 8)
+    cache = DynamicCache()
+    cache.offloading, cache.only_non_sliding = False, True
+    fetched: list[int] = []
+    with torch.no_grad():
+        handle = model.model.norm.register_forward_hook(
+            lambda *call: setattr(cache, "offloading", True)
+        )
+        model(input_ids=tokens, past_key_values=cache)
+        handle.remove()
+    for place, layer in enumerate(cache.layers[:4]):
+        layer.prefetch = lambda place=place: fetched.append(place)
+    cache.prefetch_stream = contextlib.nullcontext()
+    for place in range(4):
+        cache.prefetch(place + 1)
+    assert fetched == [1, 2, 3, 0]
+
+
+@pytest.mark.parametrize("mode", ["batch", "sequence", "prefix"])
+def test_continuous_batching_is_refused_for_statistics_of_the_call(mode: str) -> None:
+    model = measured(statistics="prefix", eval_statistics=mode)
+    with pytest.raises(UserError, match="generate_batch puts new tokens of several sequences"):
+        logits(model, input_ids=ids(1, 8), cache=object())
 
 
 def test_a_cache_without_the_statistics_of_its_tokens_is_refused() -> None:

@@ -233,6 +233,11 @@ def test_calibration_that_cannot_be_is_refused() -> None:
     for tensor in (ids()[0], ids().float()):
         with pytest.raises(UserError, match=r"of torch\.\w+; pass token ids \(B, L\)"):
             acmoe.calibrate(model, [tensor])
+    for row, shown in ((ids()[0], r"a tensor \(10,\)"), (ids()[0].tolist(), "a list")):
+        with pytest.raises(UserError, match=f"input_ids are {shown}, as in one row of a dataset"):
+            acmoe.calibrate(model, [{"input_ids": row}])
+    with pytest.raises(UserError, match="batches is a NoneType; pass a list of batches"):
+        acmoe.calibrate(model, None)
     with pytest.raises(UserError, match="has no attached router"):
         acmoe.calibrate(build("mixtral"), [ids()])
     whole = acmoe.attach(build("mixtral"), AdaptiveConfig(statistics="batch"))

@@ -1,12 +1,15 @@
 """Attached models, and our own, whose weights accelerate keeps elsewhere between calls."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from attached import ids, logits, measured
+from attached import ids, logits, measured, statistics
 from hf_cases import language_model
 from small_models import build, inputs
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import acmoe
 from acmoe import AdaptiveConfig, UserError
@@ -55,3 +58,23 @@ def test_offloaded_tensors_that_nothing_loads_again_are_refused(buffers: bool) -
     model = accelerate.cpu_offload(ours(), execution_device="cpu", offload_buffers=buffers)
     with pytest.raises(UserError, match=r"offload whole blocks by accelerate\.dispatch_model"):
         model(ids())
+
+
+def test_accelerate_loads_a_checkpoint_into_an_empty_attached_model(tmp_path: Path) -> None:
+    saved = measured()
+    saved.save_pretrained(tmp_path, save_original_format=False)
+    config = AutoConfig.from_pretrained(tmp_path)
+
+    def loaded(**options: Any) -> nn.Module:
+        with accelerate.init_empty_weights():
+            empty = AutoModelForCausalLM.from_config(config)
+        return accelerate.load_checkpoint_and_dispatch(
+            empty, tmp_path, device_map={"": "cpu"}, **options
+        ).eval()
+
+    expected = logits(saved, input_ids=ids())
+    assert torch.equal(logits(loaded(), input_ids=ids()), expected)
+    low = loaded(dtype=torch.bfloat16)
+    assert logits(low, input_ids=ids()).dtype == torch.bfloat16
+    dtypes = {buffer.dtype for one in statistics(low) for buffer in one.buffers()}
+    assert dtypes == {torch.float32}

@@ -98,6 +98,11 @@ class AdaptivePart(nn.Module):
         """Return True if the statistics have no values."""
         return self.statistics is not None and self.statistics.dispersion.is_meta
 
+    def keep_float32(self) -> None:
+        """Make the statistics float32 again: accelerate loads them in the dtype of a model."""
+        if self.statistics is not None and self.statistics.dispersion.dtype != torch.float32:
+            self.statistics.load_state_dict(self.statistics.state_dict())
+
     def take_jitter(self, router: nn.Module, jitter: Jitter | None) -> None:
         """Draw the noise of the router here: in the rescaled copy the experts would not see it."""
         if jitter is None or self.reader is None:
@@ -138,7 +143,7 @@ class AdaptivePart(nn.Module):
             )
             own_BLD = tokens.dense()
             blended_BLD: Tensor = self.blend(x_BLD.to(own_BLD.dtype), own_BLD)
-        scaled_BLD = blended_BLD.to(x.dtype)
+        scaled_BLD = narrowed(blended_BLD, x.dtype)
         if mask_BL is not None:
             scaled_BLD = torch.where(mask_BL[..., None], scaled_BLD, x_BLD)
         return scaled_BLD.view(x.shape)
@@ -253,9 +258,22 @@ def first_choice(scores_TE: Tensor, ids_TK: Tensor | None) -> Tensor:
     E = scores_TE.shape[-1]
     local_TK = (ids_TK >= 0) & (ids_TK < E)
     chosen_TE = scores_TE.new_zeros((scores_TE.shape[0], E + 1), dtype=torch.bool)
-    chosen_TE = chosen_TE.scatter(1, torch.where(local_TK, ids_TK.long(), E), True)[:, :E]
+    # 1, not True: torch.jit.trace knows no scatter of a bool.
+    chosen_TE = chosen_TE.scatter(1, torch.where(local_TK, ids_TK.long(), E), 1)[:, :E]
     chosen_TE = chosen_TE | ~local_TK.any(-1, keepdim=True)
     return scores_TE.masked_fill(~chosen_TE, float("-inf")).argmax(-1)
+
+
+def narrowed(x_XD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in the dtype; a row beyond the range of float16 is shrunk to it, in its direction.
+
+    M has a mean of one over D features, so that it may reach D: a token of 20 times D = 4096 would
+    be infinite in float16, and its router's scores NaN. Other rows are multiplied by exactly 1.
+    """
+    if dtype == torch.float16:
+        largest_X1 = x_XD.detach().abs().amax(dim=-1, keepdim=True)
+        x_XD = x_XD * (torch.finfo(dtype).max / largest_X1).clamp(max=1.0)
+    return x_XD.to(dtype)
 
 
 def state_on(state: RoutingState, x: Tensor) -> RoutingState:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from acmoe.config.routing import AdaptiveConfig, SMoEConfig
 from acmoe.errors import UserError, check
 from acmoe.hf.adaptive import AdaptivePart
-from acmoe.hf.checkpoints.classes import adopt, release
+from acmoe.hf.checkpoints.classes import adopt, check_whole, release
 from acmoe.hf.checkpoints.options import options_of
 from acmoe.hf.discovery import FoundRouter, RouterStack, find_stacks
 from acmoe.hf.hooks import (
@@ -29,6 +29,7 @@ from acmoe.hf.hooks import (
     BeforeStack,
     after_router,
     before_router,
+    check_arguments,
 )
 from acmoe.hf.placement import adaptive_routers
 from acmoe.ops.dispatch import log_once
@@ -89,6 +90,8 @@ def attach(
             not hasattr(found.module, PLACE),
             f"{type(model).__name__} is attached already; call acmoe.detach(model) first",
         )
+    for stack in stacks:
+        check_arguments(stack.stack)
     placed = adaptive_routers(stacks, skip=skip, layers=layers)
     with float32_default():
         parts = [
@@ -121,6 +124,7 @@ def detach(model: Model) -> Model:
         bool(parts),
         f"{type(model).__name__} has no attached router; pass the model that acmoe.attach got",
     )
+    check_whole(model)
     for router, part in parts.items():
         part.give_back_jitter(router)
         delattr(router, PLACE)
@@ -214,10 +218,10 @@ def _attach_stack(stack: RouterStack, parts: dict[int, AdaptivePart]) -> None:
     for depth, part in parts.items():
         found = stack.routers[depth]
         inside[id(found.layer)].append(part)
-        _attach_router(found, part)
+        _attach_router(found, part, stack.stack)
     for layer in stack.layers:
         own = tuple(inside[id(layer)])
-        before = BeforeLayer(own)
+        before = BeforeLayer(layer, own)
         before.register(layer)
         _keep(layer, layer.register_forward_pre_hook(before, with_kwargs=True))
         if own:
@@ -228,11 +232,11 @@ def _attach_stack(stack: RouterStack, parts: dict[int, AdaptivePart]) -> None:
     _keep(module, module.register_forward_hook(end, with_kwargs=True))
 
 
-def _attach_router(found: FoundRouter, part: AdaptivePart) -> None:
+def _attach_router(found: FoundRouter, part: AdaptivePart, stack: nn.Module) -> None:
     router = found.module
     if found.note is not None and part.reader is not None:
         log_once(f"{type(router).__name__} {found.note}", logging.WARNING)
-    part.to(_device_of(router)).train(router.training)
+    part.to(_device_of(router, stack)).train(router.training)
     part.take_jitter(router, found.jitter)
     router.add_module(PLACE, part)
     _keep(router, router.register_forward_pre_hook(before_router, with_kwargs=True))
@@ -244,10 +248,17 @@ def _keep(module: nn.Module, handle: RemovableHandle) -> None:
     module.__dict__.setdefault(HANDLES, []).append(handle)
 
 
-def _device_of(router: nn.Module) -> torch.device:
-    """Return the device on which the router computes."""
+def _device_of(router: nn.Module, stack: nn.Module) -> torch.device:
+    """Return the device on which the router computes.
+
+    Where its parameters are on the meta device, it is that of the stack's buffers: accelerate's
+    `init_empty_weights` leaves these on the CPU, and loads later what a checkpoint holds.
+    """
     tensor = next(iter((*router.parameters(), *router.buffers())), None)
     device = torch.get_default_device() if tensor is None else tensor.device
+    if device.type != "meta":
+        return device
     # accelerate keeps the parameters of an offloaded module on the meta device between calls.
     offloaded = getattr(getattr(router, "_hf_hook", None), "execution_device", None)
-    return torch.device(offloaded) if device.type == "meta" and offloaded is not None else device
+    buffers = (buffer.device for buffer in stack.buffers() if not buffer.is_meta)
+    return next(buffers, device) if offloaded is None else torch.device(offloaded)

@@ -25,9 +25,17 @@ class StatisticsLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = True
     is_croppable = False
 
-    def __init__(self, stack: str, slots: dict[int, StatisticsSlot], *, is_sliding: bool) -> None:
+    def __init__(
+        self,
+        stack: str,
+        slots: dict[int, StatisticsSlot],
+        *,
+        is_sliding: bool,
+        first: CacheLayerMixin | None = None,
+    ) -> None:
         super().__init__()
         self.is_sliding = is_sliding
+        self.first = first  # the layer of keys and values that an offloading cache needs after this
         self.stack = stack
         self.slots = slots
         self.is_initialized = True
@@ -68,7 +76,11 @@ class StatisticsLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def offload(self) -> None: ...
 
-    def prefetch(self) -> None: ...
+    def prefetch(self) -> None:
+        """Prefetch the first offloaded layer: a `Cache` takes this layer for the one after the
+        last, and would ask the first at the end of its list."""
+        if self.first is not None:
+            self.first.prefetch()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -103,7 +115,8 @@ def store_slots(cache: Any, stack: str, slots: dict[int, StatisticsSlot]) -> Non
     """Add the decode slots of a stack to a cache, after the layers of keys and values."""
     layers = _layers(cache)
     sliding = all(getattr(layer, "is_sliding", False) for layer in layers)
-    layers.append(StatisticsLayer(stack, slots, is_sliding=sliding))
+    first = _first_offloaded(getattr(cache, "self_attention_cache", cache))
+    layers.append(StatisticsLayer(stack, slots, is_sliding=sliding, first=first))
 
 
 def cache_of(output: Any) -> Any:
@@ -111,6 +124,18 @@ def cache_of(output: Any) -> Any:
     values = tuple(output.values()) if isinstance(output, dict) else output
     values = values if isinstance(values, tuple | list) else ()
     return next((value for value in values if isinstance(value, Cache)), None)
+
+
+def _first_offloaded(cache: Any) -> Any:
+    """Return the first layer that an offloading cache moves to the CPU after its call, or None."""
+    if not getattr(cache, "offloading", False):
+        return None
+    linear = getattr(cache, "is_linear", [False] * len(cache.layers))
+    stays = (
+        one or (sliding and cache.only_non_sliding)
+        for one, sliding in zip(linear, cache.is_sliding, strict=True)
+    )
+    return next((layer for layer, kept in zip(cache.layers, stays, strict=True) if not kept), None)
 
 
 def _layers(cache: Any) -> list[Any]:

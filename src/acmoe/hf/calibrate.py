@@ -45,6 +45,10 @@ def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
         not isinstance(batches, Tensor | Mapping),
         f"batches is a {type(batches).__name__}, which is one batch; pass a list, [batch]",
     )
+    check(
+        hasattr(batches, "__iter__") or hasattr(batches, "__getitem__"),
+        f"batches is a {type(batches).__name__}; pass a list of batches, or a DataLoader",
+    )
     seen = 0
     with _measuring(model, statistics):
         for batch in _in_step(batches, statistics):
@@ -112,6 +116,13 @@ def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
             f"batches holds a {type(batch).__name__}; pass tensors of token ids, or dicts of model "
             "inputs"
         )
+    ids = batch.get("input_ids")
+    check(
+        ids is None or (isinstance(ids, Tensor) and ids.dim() == 2),
+        f"batches holds a dict whose input_ids are {_shown(ids)}, as in one row of a dataset; pass "
+        "tensors (B, L): a DataLoader(rows, collate_fn=DataCollatorWithPadding(tokenizer)) makes "
+        "them",
+    )
     device = next((p.device for p in model.parameters() if not p.is_meta), None)
     if device is None:  # accelerate has offloaded the model, and moves its inputs itself
         return {"use_cache": False, **batch}
@@ -120,6 +131,10 @@ def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
         for name, value in batch.items()
     }
     return {"use_cache": False, **moved}
+
+
+def _shown(ids: object) -> str:
+    return f"a tensor {tuple(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
 
 
 @contextlib.contextmanager

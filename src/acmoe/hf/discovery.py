@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from acmoe.errors import UserError, check
+from acmoe.hf.checkpoints.wrappers import check_adapter, unwrapped_name
 from acmoe.hf.families import (
     FAMILIES,
     CheckedReader,
@@ -95,7 +96,8 @@ def find_stacks(model: nn.Module) -> list[RouterStack]:
             f"{one.name} is one of two copies: modules_to_save of PEFT names it, or a module "
             "around it; name the router's weight in target_parameters instead",
         )
-        if one.name.endswith(one.family.ends_with if one.family else ""):
+        if unwrapped_name(one.name).endswith(one.family.ends_with if one.family else ""):
+            check_adapter(one.name, one.path[-2][1])
             stacks.setdefault(_stack_of(one)[0], []).append(one)
     check(bool(stacks), _nothing_found(model))
     return [_stack(name, found) for name, found in stacks.items()]

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from acmoe.errors import UserError, check
 from acmoe.hf.adaptive import AdaptivePart, LayerContext
 from acmoe.hf.cache import cache_of, store_slots
+from acmoe.hf.checkpoints.wrappers import check_adapter
 from acmoe.hf.tape import KEY, Tape, new_tape
 from acmoe.routing.statistics.step_hook import register_layer
 
@@ -115,6 +116,16 @@ def _calls_under_way(part: AdaptivePart) -> list[ref[LayerContext]]:
     return [call for call in calls if (one := call()) is not None and not one.done]
 
 
+def check_arguments(stack: nn.Module) -> None:
+    """Raise a UserError if the tape cannot be among the arguments of a stack's call."""
+    kinds = [one.kind for one in inspect.signature(type(stack).forward).parameters.values()]
+    check(
+        inspect.Parameter.VAR_KEYWORD in kinds,
+        f"{type(stack).__name__}.forward takes no **kwargs, in which attach puts the record of a "
+        "call for the layers; add **kwargs to it, and pass them on to each layer's call",
+    )
+
+
 class BeforeStack:
     """Puts a new tape into the arguments of a call of the stack."""
 
@@ -170,11 +181,26 @@ class AfterStack:
                 store_slots(cache, self.name, tape.new_slots)
 
 
+def router_place(layer: nn.Module, part: AdaptivePart) -> tuple[str, nn.Module, str]:
+    """Return a router's name in the model, the module that holds it, and its name there.
+
+    PEFT may later put a layer of its own around the router, in this place.
+    """
+    held = ((module, *child) for module in layer.modules() for child in module._modules.items())
+    block, name = next(
+        (block, name) for block, name, one in held if getattr(one, PLACE, None) is part
+    )
+    return part.name, block, name
+
+
 class BeforeLayer:
     """Takes the tape out of a decoder layer's arguments, and sets the context of its routers."""
 
-    def __init__(self, parts: tuple[AdaptivePart, ...]) -> None:
+    places: tuple[tuple[str, nn.Module, str], ...] = ()  # a pickle of an earlier version has none
+
+    def __init__(self, layer: nn.Module, parts: tuple[AdaptivePart, ...]) -> None:
         self.parts = parts
+        self.places = tuple(router_place(layer, part) for part in parts)
         self.registered = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -187,7 +213,9 @@ class BeforeLayer:
             self.registered = True
 
     def check_values(self, x: Tensor) -> None:
-        """Raise a UserError if the statistics have no values, and x has some."""
+        """Raise a UserError if the statistics have no values, and x has some; keep their dtype."""
+        for part in self.parts:
+            part.keep_float32()
         empty = None if x.is_meta else next((part for part in self.parts if part.on_meta), None)
         if empty is not None:
             raise UserError(
@@ -207,11 +235,14 @@ class BeforeLayer:
         if tape is None or not isinstance(x, Tensor):
             raise UserError(
                 f"{type(layer).__name__} was called without the record of its model's call; call "
-                "the whole model, or acmoe.detach(model) to call a layer alone"
+                "the whole model, whose forward must pass its **kwargs on to its layers, or "
+                "acmoe.detach(model) to call a layer alone"
             )
         if not torch.compiler.is_compiling():
             self.register(layer)
             self.check_values(x)
+            for router, block, name in self.places:
+                check_adapter(router, block._modules.get(name) or block)
         context = LayerContext(tape, *x.shape[:2])
         for part in self.parts:
             open_context(part, context)

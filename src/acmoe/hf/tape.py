@@ -23,6 +23,7 @@ from acmoe.routing.statistics import ClusterStatistics
 from acmoe.routing.statistics.cache import StatisticsSlot
 
 KEY = "acmoe_tape"  # of the keyword argument
+PAGED = "cache"  # argument of continuous batching: the keys and values of all its sequences
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # arguments of packed sequences
 
 
@@ -63,6 +64,11 @@ def new_tape(given: Mapping[str, Any], name: str, statistics: ClusterStatistics 
     tape = Tape(gradient=torch.is_grad_enabled())
     if statistics is None or (statistics.mode == "running" and not statistics.training):
         return tape
+    check(
+        statistics.mode == "running" or given.get(PAGED) is None,
+        f"statistics={statistics.mode!r} measure the tokens of a call, and generate_batch puts new "
+        "tokens of several sequences into one call; use statistics='running', or generate",
+    )
     cache = given.get("past_key_values")
     tape.past = past_tokens(cache)
     check(

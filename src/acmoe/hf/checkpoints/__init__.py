@@ -4,6 +4,7 @@ classes, auto, options             the class and config of an attached model, an
                                    transformers finds them
 plain_load                         a warning where a plain class loads such a model
 conversion                         names in checkpoint files -> names of modules
-statistics, adapters, trainer      statistics in a file of their own, beside adapters
+statistics, adapters, hotswap,     statistics in a file of their own, beside adapters
+    trainer
 load                               read any model and its tokenizer from a folder
 """

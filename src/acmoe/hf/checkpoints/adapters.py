@@ -28,6 +28,7 @@ from transformers.integrations import PeftAdapterMixin
 from transformers.utils import cached_file
 
 from acmoe.errors import UserError, first_line
+from acmoe.hf.checkpoints.hotswap import follow_hotswap
 from acmoe.hf.checkpoints.statistics import (
     FILE,
     averages_of,
@@ -155,6 +156,16 @@ def follow_peft() -> None:
         return
     kind.save_pretrained = _saving(kind.save_pretrained)
     kind.load_adapter = _loading(kind.load_adapter, "model_id")
+    follow_hotswap(_load_from)
+
+
+def _load_from(
+    model: nn.Module, place: str | os.PathLike[str], options: dict[str, Any], adapter: str
+) -> None:
+    """Load the statistics beside an adapter in a folder, or in a repository of the hub."""
+    directory = _folder_of(model, place, options)
+    if directory is not None:
+        load_beside(model, directory, adapter)
 
 
 def _folder_of(
@@ -241,9 +252,8 @@ def _loading(load: Callable[..., Any], folder: str) -> Callable[..., Any]:
         given = signature.bind(self, *args, **kwargs).arguments
         place = given.get(folder)
         if isinstance(place, str | os.PathLike):
-            directory = _folder_of(self, place, _hub_options(given, kwargs))
-            if directory is not None:
-                load_beside(self, directory, given.get("adapter_name") or "default")
+            options = _hub_options(given, kwargs)
+            _load_from(self, place, options, given.get("adapter_name") or "default")
         return found
 
     setattr(load_adapter, FOLLOWED, True)

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from acmoe.errors import check
 from acmoe.hf.adaptive import AdaptivePart
 from acmoe.hf.checkpoints.adapters import StatisticsBeside, follow_peft
 from acmoe.hf.checkpoints.auto import NAME, PREFIX, register_config, register_model
@@ -220,6 +221,18 @@ def adopt(model: nn.Module, options: dict[str, Any]) -> None:
                 if isinstance(module, StepStatistics):
                     setattr(module, INITIALIZED, True)
         one.config.acmoe = options
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raise a UserError for a part of an attached model, whose class and config are the whole's."""
+    for one in outermost_models(model):
+        modules = list(one.modules())
+        attached = any(isinstance(module, AdaptivePart) for module in modules)
+        check(
+            not attached or any(isinstance(module, AdaptiveModel) for module in modules),
+            f"{type(one).__name__} is a part of an attached model, which would keep its adaptive "
+            "class and config; call acmoe.detach on the model that acmoe.attach got",
+        )
 
 
 def release(model: nn.Module) -> None:
