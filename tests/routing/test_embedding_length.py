@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from torch.nn.utils import parametrize, prune
+from torch.optim.swa_utils import AveragedModel
 
 from acmoe import SMoEConfig, UserError, build_router, fold_statistics
 from acmoe.ops import dispatch
@@ -61,7 +62,6 @@ def test_a_copy_restores_its_own_embeddings():
 
 
 def test_a_frozen_or_loaded_router_keeps_its_bits_in_the_steps_of_another_models_optimizer():
-    # No optimizer holds their embeddings, so every step of every optimizer calls their `update`.
     trained = one_router(embedding_length=1.5)
     optimizer = torch.optim.Adam(trained.parameters(), lr=0.1)
     trained.affinity(torch.randn(8, 6)).square().sum().backward()
@@ -77,6 +77,25 @@ def test_a_frozen_or_loaded_router_keeps_its_bits_in_the_steps_of_another_models
         other.step()
     assert torch.equal(loaded.embedding, trained.embedding)
     assert torch.equal(frozen.embedding, before)
+
+
+def test_an_average_of_the_weights_keeps_its_own_length():
+    """AveragedModel stays in training mode, and no optimizer holds its parameters."""
+    router = one_router(embedding_length=1.5)
+    average = AveragedModel(router, avg_fn=lambda old, new, _: 0.5 * old + 0.5 * new)
+    average.update_parameters(router)  # the first call copies
+    expected = router.embedding.detach().clone()
+    optimizer = torch.optim.SGD(router.parameters(), lr=5.0)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        router.affinity(torch.randn(8, 6)).square().sum().backward()
+        optimizer.step()
+        average.update_parameters(router)
+        expected = 0.5 * expected + 0.5 * router.embedding.detach()
+    assert expected.norm(dim=1).min() < 1.4  # a mean of directions is shorter than each
+    torch.testing.assert_close(average.module.embedding, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(router.embedding.norm(dim=1), torch.full((4,), 1.5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -101,10 +101,9 @@ class SelectionBias(StepStatistics):
 
 
 class EmbeddingLength(StepStatistics):
-    """Set the stored embeddings of a router to one length, after every optimizer step.
+    """Set the stored embeddings of a router to one length, after every step of its optimizer.
 
-    A row that has this length up to rounding keeps its bits. A step of any optimizer calls `update`
-    for layers of which no optimizer holds a parameter: a frozen or loaded router must not change.
+    A row that has this length up to rounding keeps its bits.
     """
 
     def __init__(self, router: "TopKRouter", length: float) -> None:
@@ -112,6 +111,14 @@ class EmbeddingLength(StepStatistics):
         self.owner = [router]  # a list: the router must not become a submodule of its own
         self.length = length
         self.update()
+
+    @property
+    def seen(self) -> bool:
+        """Return False: steps of other optimizers leave it alone, as if it were on no process.
+
+        A router that no optimizer holds may be an average of the weights, whose rows are shorter.
+        """
+        return False
 
     @torch.no_grad()
     def update(self) -> None:

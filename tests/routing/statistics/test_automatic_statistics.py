@@ -192,6 +192,21 @@ def test_the_batches_of_a_skipped_step_count_in_the_next() -> None:
     assert_same(averages(moe), averages(alone))
 
 
+def test_a_fused_optimizer_counts_the_batches_of_a_skipped_step_at_once() -> None:
+    """GradScaler calls its step even then; the flag that skips it is read on the device."""
+    moe, alone = layer(), layer()
+    optimizer = torch.optim.SGD(moe.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    before = moe.experts.up.detach().clone()
+    scaler.scale(loss_of(moe, tokens(0))).backward()
+    moe.experts.up.grad.fill_(torch.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(moe.experts.up, before)
+    train(alone, torch.optim.SGD(alone.parameters(), lr=0.0), 0)
+    assert_same(averages(moe), averages(alone))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Dynamo's own, about the profiler
 def test_a_compiled_optimizer_step_moves_them() -> None:
     moe, plain = layer(), layer()

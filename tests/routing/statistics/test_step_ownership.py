@@ -50,6 +50,25 @@ def test_each_optimizer_moves_its_own_model_from_the_first_step_on() -> None:
     assert_same(averages(generator), after)
 
 
+def test_an_optimizer_is_found_behind_gc_freeze() -> None:
+    """The collector lists no object that was there before; the critic's optimizer is one."""
+    generator, critic = layer(0), layer(1)
+    of_generator = torch.optim.Adam(generator.parameters())
+    of_critic = torch.optim.Adam(critic.parameters())
+    gc.freeze()
+    try:
+        for model in (generator, critic):
+            loss_of(model, tokens(0)).backward()
+        of_generator.step()
+        assert moved(generator) > 0
+        assert moved(critic) == 0
+        assert gc.get_freeze_count() > 0
+        of_critic.step()
+        assert moved(critic) > 0
+    finally:
+        gc.unfreeze()
+
+
 def test_two_optimizers_of_one_model_update_it_once_a_step() -> None:
     one, two = layer(), layer()
     train(one, torch.optim.SGD(one.parameters(), lr=0.1), 0, 1)

@@ -91,7 +91,8 @@ def _check_images(images: Tensor, channels: int) -> None:
     """Require floating-point images of (B, channels, height, width)."""
     check(
         images.dim() == 4 and images.shape[1] == channels and images.numel() > 0,
-        f"images have shape {tuple(images.shape)}; pass (batch, {channels}, height, width)",
+        f"images have shape {tuple(images.shape)}; pass (batch, {channels}, height, width), each 1 "
+        "or more",
     )
     check(
         images.is_floating_point(),

@@ -27,7 +27,8 @@ def check_segment(
     )
     check(
         tokens.dim() == 2 and tokens.numel() > 0,
-        f"tokens have shape {tuple(tokens.shape)}; pass ids of shape (streams, length)",
+        f"tokens have shape {tuple(tokens.shape)}; pass ids of shape (streams, length), each 1 or "
+        "more",
     )
     if token_mask is not None:
         check(

@@ -140,7 +140,7 @@ class RunningAverage(StepStatistics):
 
         After eager ones `warn_if_empty` warns, in the first eager evaluation.
         """
-        if not self.seen:  # to ask for a pending buffer would make one
+        if not self.recorded:  # to ask for a pending buffer would make one
             return
         count = self.pending_buffer("last_count")
         reads = not {"running", "prefix"}.isdisjoint(self.config.modes)

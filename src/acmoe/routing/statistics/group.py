@@ -11,14 +11,15 @@ parameters on. If torch.distributed runs several processes and neither is found,
 function to call, because copies that drift apart would go unnoticed.
 """
 
-import gc
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from acmoe.errors import UserError, check
@@ -29,6 +30,7 @@ from acmoe.ops.statistics.over_ranks import (
     of_each_rank,
     world_size,
 )
+from acmoe.routing.statistics.wrappers import around, instances_of, meshes_of_shards
 
 if TYPE_CHECKING:
     from acmoe.routing.statistics.step import StepStatistics
@@ -57,7 +59,8 @@ def set_statistics_group(model: nn.Module, group: ProcessGroup | None) -> None:
     name = ALONE if group is None else str(known)
     for module in model.modules():
         if isinstance(module, StepStatistics):
-            module.group_name = name
+            module.group_name, module.found_group = name, False
+            module.everywhere = group is not None
         if isinstance(module, Router):
             module.balance_group = name
 
@@ -71,7 +74,8 @@ def measuring_alone(model: nn.Module) -> Iterator[None]:
     groups = [(m, "group_name") for m in model.modules() if isinstance(m, StepStatistics)]
     balance = [(m, "balance_group") for m in model.modules() if isinstance(m, Router)]
     before = [(module, name, getattr(module, name)) for module, name in (*groups, *balance)]
-    set_statistics_group(model, None)
+    for module, name, _ in before:
+        setattr(module, name, ALONE)
     try:
         yield
     finally:
@@ -83,9 +87,48 @@ def group_of(statistics: "StepStatistics") -> str:
     """Return the name of the group that these statistics are pooled over, or ALONE."""
     if world_size() == 1:
         return ALONE
-    if statistics.group_name is None:
-        statistics.group_name = _find(statistics)
-    return statistics.group_name
+    if statistics.group_name is not None:
+        return statistics.group_name
+    return _look_up(statistics)
+
+
+@_disable_dynamo  # torch.compile breaks its graph here; it cannot trace the garbage collector
+def _look_up(statistics: "StepStatistics") -> str:
+    """Find the group of these statistics, and keep it."""
+    found = _find(statistics, instances_of(DistributedDataParallel)) or _find_shards(statistics)
+    if found is None:
+        raise UserError(
+            f"running statistics: torch.distributed runs {world_size()} processes, and the model "
+            "is neither in a DistributedDataParallel nor sharded by fully_shard; call "
+            "acmoe.set_statistics_group(model, group) with the processes that average its "
+            "gradients (torch.distributed.group.WORLD for all), or with None if each trains a "
+            "model of its own"
+        )
+    _set_found(statistics, found)
+    return found.name
+
+
+def find_groups(statistics: "Iterable[StepStatistics]", trained: Set[int]) -> None:
+    """Look for the groups of statistics that have none yet; one that is not found stays unknown.
+
+    A layer in a DistributedDataParallel, or sharded by fully_shard, is on all processes of its
+    group. They must all take part in pooling its statistics, also one that has not called it yet.
+    trained: ids of the parameters that optimizers hold. A wrapper without any of them does not
+    count: it may be the copy of one, an average of the weights that one process makes.
+    """
+    unknown = [one for one in statistics if one.group_name is None]
+    if world_size() == 1 or not unknown:
+        return
+    replicas = [
+        one
+        for one in instances_of(DistributedDataParallel)
+        if not trained.isdisjoint(map(id, one.parameters()))
+    ]
+    for one in unknown:
+        with suppress(UserError):  # `group_of` raises it if the group is needed
+            found = _find(one, replicas)
+            if found is not None:
+                _set_found(one, found)
 
 
 def pooled_groups(statistics: "Iterable[StepStatistics]") -> list[str]:
@@ -93,26 +136,46 @@ def pooled_groups(statistics: "Iterable[StepStatistics]") -> list[str]:
     return sorted({group_of(one) for one in statistics if one.pools} - {ALONE})
 
 
-def _find(statistics: "StepStatistics") -> str:
-    """Find the group by which the training loop averages the gradients of the layer."""
+class Found(NamedTuple):
+    """The group by which a training loop averages the gradients of a layer."""
+
+    name: str
+    wrappers: Sequence[object] = ()  # the group is known from these, as long as they exist
+
+
+def _find(
+    statistics: "StepStatistics", replicas: Iterable[DistributedDataParallel]
+) -> Found | None:
+    """Find the group in the device meshes of the layer's parameters, or in one of the replicas."""
     from acmoe.routing.statistics.step_hook import parameters_around
 
     # A DTensor has a mesh; None stands for parameters that every process has whole.
     meshes = {getattr(one, "device_mesh", None) for one in parameters_around(statistics)}
     if meshes and None not in meshes:
-        return _group_of_meshes(meshes)
-    wrapper = _wrapper_of(statistics)
-    if wrapper is not None:
-        _refuse_join(wrapper)
-        return str(wrapper.process_group.group_name)
-    if any(meshes):
-        return _group_of_meshes(meshes)
-    raise UserError(
-        f"running statistics: torch.distributed runs {world_size()} processes, and the model is "
-        "neither in a DistributedDataParallel nor sharded by fully_shard; call "
-        "acmoe.set_statistics_group(model, group) with the processes that average its gradients "
-        "(torch.distributed.group.WORLD for all), or with None if each trains a model of its own"
-    )
+        return Found(_group_of_meshes(meshes))
+    holders = around(statistics, replicas)
+    if holders:
+        return Found(_group_of_replicas(holders), holders)
+    return Found(_group_of_meshes(meshes)) if any(meshes) else None
+
+
+def _find_shards(statistics: "StepStatistics") -> Found | None:
+    """Find the group of a layer whose parameters FSDP2 has gathered for a forward pass."""
+    meshes = meshes_of_shards(statistics)
+    return Found(_group_of_meshes(meshes)) if meshes else None
+
+
+def _set_found(statistics: "StepStatistics", found: Found) -> None:
+    """Give the statistics the group; they lose it with the wrapper that it is known from."""
+    statistics.group_name, statistics.found_group, statistics.everywhere = found.name, True, True
+    for wrapper in found.wrappers:
+        weakref.finalize(wrapper, _forget_group, weakref.ref(statistics)).atexit = False
+
+
+def _forget_group(reference: "weakref.ref[StepStatistics]") -> None:
+    statistics = reference()
+    if statistics is not None and statistics.found_group:
+        statistics.forget_found_group()
 
 
 def _group_of_meshes(meshes: Set[Any]) -> str:
@@ -134,14 +197,18 @@ def _group_of_meshes(meshes: Set[Any]) -> str:
     return everyone()
 
 
-def _wrapper_of(statistics: "StepStatistics") -> DistributedDataParallel | None:
-    """Return the DistributedDataParallel around these statistics, if there is one."""
-    for found in gc.get_objects():
-        if issubclass(type(found), DistributedDataParallel) and any(
-            one is statistics for one in found.modules()
-        ):
-            return cast(DistributedDataParallel, found)
-    return None
+def _group_of_replicas(replicas: Sequence[DistributedDataParallel]) -> str:
+    """Return the one group of the replicas that hold a layer."""
+    names = {str(one.process_group.group_name) for one in replicas}
+    check(
+        len(names) == 1,
+        f"running statistics: a layer is in {len(replicas)} DistributedDataParallel of "
+        f"{len(names)} different groups of processes; say which of them see tokens of their own: "
+        "acmoe.set_statistics_group(model, group)",
+    )
+    for one in replicas:
+        _refuse_join(one)
+    return names.pop()
 
 
 def _refuse_join(wrapper: DistributedDataParallel) -> None:

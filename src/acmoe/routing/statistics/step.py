@@ -35,7 +35,9 @@ class StepStatistics(nn.Module):
 
     # Names of the pending buffers: means (C, X), or None, and the counts (C,) they are weighted by.
     pending_names: ClassVar[tuple[str | None, str] | None] = None
-    group_name: str | None = None  # group of processes to pool with; None: not looked for yet
+    group_name: str | None = None  # group of processes to pool with; None: not found yet
+    found_group = False  # True: `group_name` was found, and not given to set_statistics_group
+    everywhere = False  # True: every process of that group has these statistics
     forwards = 0  # eager training forwards after the last update
     has_pending = False  # True: an eager training forward came after the last update
 
@@ -51,6 +53,7 @@ class StepStatistics(nn.Module):
         """Restore a pickle or deepcopy; it is updated by optimizer steps as the original is."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.own = {}  # the copy has seen no batch of its own (`seen`)
+        self.forget_found_group()  # the copy is in no wrapper, or in another one
         self.forwards = 0  # None in pickles of earlier versions
         self.has_pending = self.__dict__.pop("waiting", self.has_pending)  # its name in them
         self.serial = next_serial()
@@ -66,13 +69,24 @@ class StepStatistics(nn.Module):
     def device(self) -> torch.device:
         return next(iter(self.buffers())).device
 
+    def forget_found_group(self) -> None:
+        """Look for the group again when it is needed; one that the user has given stays."""
+        if self.found_group:
+            self.group_name = None
+        self.found_group = self.everywhere = False
+
     @property
-    def seen(self) -> bool:
+    def recorded(self) -> bool:
         """Return False if no training forward of this process has recorded a batch here.
 
-        Where nothing has to be pooled, nobody has to know, and it is True.
+        It is True on a single process, which need not know.
         """
-        return self.pending_names is None or world_size() == 1 or bool(self.own)
+        return world_size() == 1 or bool(self.own)
+
+    @property
+    def seen(self) -> bool:
+        """Return False for a copy that may be on this process alone: nobody would pool it."""
+        return self.pending_names is None or self.everywhere or self.recorded
 
     @property
     def pools(self) -> bool:

@@ -16,7 +16,6 @@ first seen, when it gets another parameter group, when another one is gone and w
 or copied. Modules may therefore be copied, pickled, moved and sharded without telling the hook.
 """
 
-import gc
 import logging
 import sys
 import threading
@@ -32,7 +31,9 @@ from torch.autograd import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from acmoe.ops.dispatch import log_once
+from acmoe.ops.statistics.over_ranks import world_size
 from acmoe.ops.statistics.pending import replaying
+from acmoe.routing.statistics.wrappers import instances_of
 
 if TYPE_CHECKING:
     from acmoe.routing.statistics.step import StepStatistics
@@ -116,9 +117,9 @@ def _update(optimizer: Optimizer) -> None:
     trained = trained_by(optimizer)
     update_all(_alive(trained.held))
     unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
-    if not trained.searched and any(one.has_pending for one in unclaimed):
+    if not trained.searched and any(one.has_pending or world_size() > 1 for one in unclaimed):
         # They may belong to an optimizer that has not taken its first step yet. To find it takes up
-        # to 0.3 s, so this is done only where a batch is pending.
+        # to 0.3 s, so this is done only where a batch is pending, here or on another process.
         trained = trained_by(optimizer, search=True)
         unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -163,6 +164,8 @@ def trained_by(optimizer: Optimizer, *, search: bool = False) -> Trained:
 
 
 def _find(optimizer: Optimizer, search: bool) -> tuple[References, References]:
+    from acmoe.routing.statistics.group import find_groups
+
     if _is_share(optimizer):
         return (), ()
     owned = _parameters_of_statistics()
@@ -170,9 +173,11 @@ def _find(optimizer: Optimizer, search: bool) -> tuple[References, References]:
     def without(ids: set[int]) -> "set[StepStatistics]":
         return {one for one, owner in owned.items() if ids.isdisjoint(map(id, owner))}
 
-    unclaimed = without(_ids(list(_trained)))
+    trained = _ids(list(_trained))
+    unclaimed = without(trained)
     if search and any(p.requires_grad for one in unclaimed for p in owned[one]):
-        unclaimed &= without(_ids(o for o in gc.get_objects() if issubclass(type(o), Optimizer)))
+        unclaimed &= without(_ids(instances_of(Optimizer)))
+    find_groups(unclaimed, trained)
     held = owned.keys() - without(_ids([optimizer]))
     return _references(held), _references(unclaimed)
 
@@ -186,10 +191,7 @@ def _is_share(optimizer: Optimizer) -> bool:
     if module is None:
         return False
     kind = module.ZeroRedundancyOptimizer
-    return any(
-        issubclass(type(one), kind) and getattr(one, "optim", None) is optimizer
-        for one in gc.get_objects()
-    )
+    return any(getattr(one, "optim", None) is optimizer for one in instances_of(kind))
 
 
 def _references(statistics: "Iterable[StepStatistics]") -> References:
