@@ -100,6 +100,17 @@ def complete_experts_case(draw: Draw) -> Case:
     return Case(args, options, (x, up, down, gate), 5e-2)
 
 
+def one_token_case(draw: Draw) -> Case:
+    """Experts that the kernel for CPUs serves: of a single token, without gradient."""
+    D, F, E = 16, 12, 5
+    weights = ExpertWeights(
+        *(draw.normal(E, F, D), draw.normal(E, D, F), draw.normal(E, F), draw.normal(E, D))
+    )
+    rows = sort_rows.definition(draw.normal(1, E).topk(3).indices, E)
+    args = (draw.normal(1, D), weights, rows, draw.normal(1, 3).softmax(-1))
+    return Case(args, {"activation": "gelu", "complete": True}, (), 1e-5)
+
+
 def dispersion_case(draw: Draw) -> Case:
     x = draw.normal(50, 12, grad=True)
     return Case((x, draw.ids(-1, 4, 50), 4), {"measure": "std"}, (x,), 1e-3)
@@ -261,6 +272,8 @@ def outcome(run: Callable[..., Any], case: Case) -> list[Tensor]:
 def case_of(op: str, kernel: str) -> Callable[[Draw], Case]:
     if kernel == "cpu" and op in ("measure_dispersion", "measure_scale"):
         return partial(constant_tokens_case, op)
+    if kernel == "cpu" and op == "expert_mlp":
+        return one_token_case
     return complete_experts_case if kernel == "sonicmoe" else CASES[op]
 
 

@@ -94,7 +94,9 @@ def _layer(x: Tensor, shape: Shape) -> Iterator[Choice]:
         embedding_ED = torch.empty(shape.num_experts, shape.dim)
         bias = torch.empty(0) if shape.bias else None
     weights = ExpertWeights(up, down, bias, bias)
-    expert_ids = torch.zeros(1, shape.top_k, dtype=torch.int64, device=x.device)
+    # Two tokens: a single one has a kernel of its own on a CPU.
+    x = x.new_empty(2, shape.dim)
+    expert_ids = torch.zeros(2, shape.top_k, dtype=torch.int64, device=x.device)
     gate = expert_ids.to(x.dtype)
     ids = expert_ids.flatten()
     rows = Rows(ids, ids, ids, ids, ids)

@@ -1,6 +1,7 @@
 """Register the faster kernels of the op `expert_mlp`.
 
 triton       gather, GEMMs, activation, gate and combine as fused kernels (autograd.py)
+cpu          a single token: one product of a matrix and a vector after the other (one_token.py)
 grouped_mm   the definition, with torch's grouped GEMM
 sonicmoe     the SonicMoE package, if it is installed and requested by name
 """
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from acmoe.ops.device_support import installed, triton_unsupported
+from acmoe.ops.experts import one_token
 from acmoe.ops.experts.autograd import fused_expert_mlp
 from acmoe.ops.experts.grouped_mm import grouped_mm, grouped_mm_unsupported
 from acmoe.ops.experts.padding import pad_experts, worth_padding
@@ -46,6 +48,9 @@ def _expert_mlp_triton(
     weights = ExpertWeights(up, down, up_bias, down_bias)
     out = fused_expert_mlp(x, weights, rows, gate, activation=activation, dropout=dropout)
     return out if out.shape[1] == dim else out[:, :dim].contiguous()
+
+
+expert_mlp.register("cpu", unsupported=one_token.unsupported)(one_token.expert_mlp_of_one_token)
 
 
 def _grouped_unsupported(x: Tensor, weights: ExpertWeights, gate: Tensor) -> str | None:

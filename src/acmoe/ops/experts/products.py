@@ -73,9 +73,16 @@ def as_vectors(x: Tensor, weight: Tensor, rows: int) -> bool:
     return exact and (rows == 1 or (wide and chooses_onednn(x)))
 
 
-def rows_product(x_rI: Tensor, weight_OI: Tensor, out_rO: Tensor) -> None:
-    """Write x @ weight^T to `out_rO`."""
-    rows = x_rI.shape[0]
+def rows_as_vectors(x: Tensor, weight: Tensor) -> int:
+    """Return how many rows like x are multiplied as vectors at most: 0, 1 or FEWEST_ROWS."""
+    if not as_vectors(x, weight, 1):
+        return 0
+    return FEWEST_ROWS if as_vectors(x, weight, 2) else 1
+
+
+def rows_product(x_rI: Tensor, weight_OI: Tensor, *, out: Tensor) -> None:
+    """Write x @ weight^T to `out`, (r, O)."""
+    out_rO, rows = out, x_rI.shape[0]
     if as_vectors(x_rI, weight_OI, rows):
         for x_I, out_O in zip(x_rI.unbind(), out_rO.unbind(), strict=True):
             torch.mv(weight_OI, x_I, out=out_O)

@@ -78,13 +78,13 @@ def expert_mlp_with(
 ) -> Tensor:
     """Compute `expert_mlp` with the given grouped GEMM."""
     h_NF = linear(gemm, dispatch(x_TD, rows), weights.up, weights.up_bias, rows)
-    h_NF = _activated(h_NF, activation)
+    h_NF = activated(h_NF, activation)
     if dropout > 0:  # with dynamic=True torch.compile has a symbol here, which F.dropout refuses
         h_NF = F.dropout(h_NF, dropout)
     return combine(linear(gemm, h_NF, weights.down, weights.down_bias, rows), gate_TK, rows)
 
 
-def _activated(h_NW: Tensor, activation: str) -> Tensor:
+def activated(h_NW: Tensor, activation: str) -> Tensor:
     """Return the (N, F) activation of h, which the caller does not read again.
 
     On a CPU relu overwrites h: new memory would take longer than the activation. Backward reads the
