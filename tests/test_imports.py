@@ -1,28 +1,19 @@
 """The packages of acmoe, and which may import which: read the table, learn the architecture.
 
-A package is a folder of src/acmoe, or a single module beside them. Imports are read from the
-source, so that one inside a function, or for type checking only, counts as well.
+A package is a folder of src/acmoe, or a single module beside them. test_imports_of_others.py has
+the rules for packages of others.
 """
 
 import ast
 import functools
-import json
 import re
-import subprocess
-import sys
-import tomllib
-from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-PROJECT = Path(__file__).parents[1]
-SOURCE = PROJECT / "src" / "acmoe"
+from source_imports import FILES, PROJECT, SOURCE, described, every_import
 
 EVERYONE = {"errors", "config", "storage"}  # may be imported by every package below them
 LAYERS = {"ops", "routing", "experts"}
-
 # From the bottom to the top: a package imports only from packages above it in this table.
 PACKAGES: dict[str, set[str]] = {
     "starting": set(),  # ctrl-C while a command still imports torch
@@ -67,92 +58,7 @@ PACKAGES: dict[str, set[str]] = {
     | {"distributed", "evaluate", "train", "analyze", "report", "lab", "starting"},
     "__main__": {"cli"},  # python -m acmoe
 }
-
-# Packages of others, and the packages of acmoe that may import them.
-AT_HOME: dict[str, set[str]] = {
-    "triton": {"ops"},
-    "transformers": {"adapters", "hf", "lab"},
-    "timm": {"adapters"},
-    "torchtitan": {"adapters"},
-    "matplotlib": {"analyze", "lab"},
-    "tyro": {"cli"},
-    # Baselines, measured where a user has installed them; one is also a backend of the experts.
-    "sonicmoe": {"ops", "lab"},
-    "scattermoe": {"lab"},
-    "liger_kernel": {"lab"},
-    # ops: the group of a dispersion; storage: checkpoints that several processes write
-    "torch.distributed": {"ops", "distributed", "storage"},
-}
-# config and errors are read before anything is installed, and recipes are configs.
-STANDARD_LIBRARY_ONLY = {"starting", "errors", "config", "recipes"}
-NEVER_INSTALLED_FOR_YOU = {"sonicmoe", "scattermoe", "liger_kernel", "timm"}
-# In extras of pyproject.toml: imported inside functions, where their absence can be explained.
-# An adapter without its package has nothing to do, so it may import that one at the top.
-OPTIONAL = {"matplotlib", "sklearn", "PIL", "kornia", "datasets", "tensorboard", "transformers"}
-OPTIONAL |= {"torchtitan", "ray"}
-OPTIONAL |= NEVER_INSTALLED_FOR_YOU
-# Distribution names that are not the names one imports.
-IMPORTED_AS = {"pillow": "PIL", "scikit-learn": "sklearn"}
-COMES_WITH = {
-    "triton": "torch",
-    "tokenizers": "transformers",
-    "huggingface_hub": "transformers",
-}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
-
-
-class Import(NamedTuple):
-    file: Path
-    line: int
-    name: str  # acmoe.ops.statistics.scale, torch.nn, ...
-    deferred: bool  # inside a function
-    for_types: bool  # under `if TYPE_CHECKING`
-    level: int  # dots of a relative import
-
-    @property
-    def package(self) -> str:
-        return self.file.relative_to(SOURCE).parts[0].removesuffix(".py")
-
-    @property
-    def imported_package(self) -> str | None:
-        """The package this import reads from; None for packages of others and for acmoe itself."""
-        parts = self.name.split(".")
-        return parts[1] if parts[0] == "acmoe" and len(parts) > 1 else None
-
-    def __str__(self) -> str:
-        return f"{self.file.relative_to(PROJECT)}:{self.line} imports {self.name}"
-
-
-def imports_in(file: Path) -> Iterator[Import]:
-    def walk(node: ast.AST, deferred: bool, for_types: bool) -> Iterator[Import]:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            deferred = True
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            for_types = True
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(file, node.lineno, alias.name, deferred, for_types, 0)
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                name = f"{node.module or ''}.{alias.name}"
-                yield Import(file, node.lineno, name, deferred, for_types, node.level)
-        for child in ast.iter_child_nodes(node):
-            if not isinstance(child, ast.expr):  # an import is a statement
-                yield from walk(child, deferred, for_types)
-
-    yield from walk(ast.parse(file.read_text()), False, False)
-
-
-FILES = sorted(SOURCE.rglob("*.py"))
-
-
-@functools.cache  # not at the top: every worker would read all files, and one needs them
-def every_import() -> list[Import]:
-    return [found for file in FILES for found in imports_in(file)]
-
-
-def described(wrong: list[Import]) -> str:
-    return "\n" + "\n".join(str(one) for one in wrong)
 
 
 def test_every_package_is_in_the_table() -> None:
@@ -208,16 +114,6 @@ def test_no_package_or_module_has_a_name_that_says_nothing() -> None:
     assert not names & VAGUE_NAMES, (
         f"{sorted(names & VAGUE_NAMES)} says nothing about what is inside"
     )
-
-
-@pytest.mark.parametrize("package", AT_HOME)
-def test_packages_stay_where_they_are_at_home(package: str) -> None:
-    wrong = [
-        one
-        for one in every_import()
-        if f"{one.name}.".startswith(f"{package}.") and one.package not in AT_HOME[package]
-    ]
-    assert not wrong, described(wrong)
 
 
 # Words that name a kernel or a fast path. The mathematics does not know them.
@@ -287,86 +183,3 @@ def test_nothing_but_the_command_line_imports_the_laboratory() -> None:
         if one.imported_package == "lab" and one.package not in {"lab", "cli"}
     ]
     assert not wrong, described(wrong)
-
-
-def outside(one: Import) -> str | None:
-    """The third-party package this import names, if any."""
-    top = one.name.split(".")[0]
-    own = top == "acmoe" or top in sys.stdlib_module_names or one.level > 0
-    return None if own or (one.for_types and top == "_typeshed") else top
-
-
-def test_config_errors_and_recipes_need_the_standard_library_only() -> None:
-    wrong = [one for one in every_import() if one.package in STANDARD_LIBRARY_ONLY and outside(one)]
-    assert not wrong, described(wrong)
-
-
-def test_optional_packages_are_imported_where_their_absence_can_be_explained() -> None:
-    wrong = [
-        one
-        for one in every_import()
-        if outside(one) in OPTIONAL
-        and not (one.deferred or one.for_types)
-        and one.package not in {"adapters", "hf"}
-    ]
-    assert not wrong, described(wrong)
-
-
-USED = ("hf", "vision", "plots", "data", "titan")  # extras that the library imports
-
-
-def test_every_package_used_is_declared() -> None:
-    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    extras = [project["optional-dependencies"][name] for name in USED]
-    wanted = [want for wants in (project["dependencies"], *extras) for want in wants]
-    names = {re.split(r"[\[<>=~! ]", want)[0] for want in wanted}
-    declared = {IMPORTED_AS.get(name, name) for name in names}
-    declared |= {package for package, origin in COMES_WITH.items() if origin in declared}
-    declared |= NEVER_INSTALLED_FOR_YOU
-    wrong = [one for one in every_import() if (outside(one) or "torch") not in declared]
-    assert not wrong, described(wrong)
-
-
-IMPORT_ACMOE = """
-import json, sys, time
-import torch
-before = set(sys.modules)
-start = time.perf_counter()
-import acmoe
-seconds = time.perf_counter() - start
-new = {name.split(".")[0] for name in set(sys.modules) - before}
-packages = {name.split(".")[1] for name in sys.modules if name.startswith("acmoe.")}
-print(json.dumps({"seconds": seconds, "new": sorted(new), "packages": sorted(packages)}))
-"""
-
-
-@pytest.fixture(scope="module")
-def fresh_imports() -> list[dict[str, object]]:
-    """Measure the time and the modules of `import acmoe` after `import torch` in a fresh process.
-
-    If the first was slow, measure a second one: another process may have held the disk or the core.
-    """
-    command = [sys.executable, "-c", IMPORT_ACMOE]
-    runs: list[dict[str, object]] = []
-    while not runs or (len(runs) < 2 and float(str(runs[0]["seconds"])) >= 2.0):
-        run = subprocess.run(command, capture_output=True, text=True, check=True)
-        runs.append(json.loads(run.stdout))
-    return runs
-
-
-def test_importing_the_library_adds_less_than_two_seconds(
-    fresh_imports: list[dict[str, object]],
-) -> None:
-    assert min(float(str(run["seconds"])) for run in fresh_imports) < 2.0
-
-
-def test_importing_the_library_loads_no_heavy_package(
-    fresh_imports: list[dict[str, object]],
-) -> None:
-    loaded = fresh_imports[0]["new"]
-    packages = fresh_imports[0]["packages"]
-    assert isinstance(loaded, list)
-    assert isinstance(packages, list)
-    heavy = OPTIONAL | {"scipy", "timm", "triton", "pandas", "tyro"}
-    assert not set(loaded) & heavy  # torch's own imports are not counted
-    assert not set(packages) & {"cli", "train", "analyze", "lab", "hf"}

@@ -29,6 +29,17 @@ class Adversary:
         return x + 2.0
 
 
+@pytest.fixture
+def adversaries(monkeypatch: pytest.MonkeyPatch) -> list[Adversary]:
+    """All that are built, with `Adversary` in the place of the package."""
+    package = ModuleType("autoattack")
+    package.AutoAttack = Adversary  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "autoattack", package)
+    made: list[Adversary] = []
+    monkeypatch.setattr(Adversary, "made", made)
+    return made
+
+
 def target() -> tuple[Target, Tensor, Tensor]:
     found = Target(seeded_model(lambda: Linear(10, 8)), mean=(0.5,) * 3, std=(0.5,) * 3)
     images = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
@@ -36,38 +47,30 @@ def target() -> tuple[Target, Tensor, Tensor]:
 
 
 def test_the_package_gets_the_classifier_in_pixels_and_its_answer_is_projected(
-    monkeypatch: pytest.MonkeyPatch,
+    adversaries: list[Adversary],
 ) -> None:
-    package = ModuleType("autoattack")
-    package.AutoAttack = Adversary  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "autoattack", package)
-    monkeypatch.setattr(Adversary, "made", [])
     classifier, x, labels = target()
     attack = AutoAttackConfig(version="plus")
     found = perturb(classifier, x, labels, 0.1, attack, seed=(1 << 40) + 5)
     torch.testing.assert_close(found, (x + 0.1).clamp(max=1))
-    (adversary,) = Adversary.made
+    (adversary,) = adversaries
     settings = adversary.settings
     assert (settings["norm"], settings["eps"], settings["version"]) == ("Linf", 0.1, "plus")
     assert settings["seed"] == 5 and settings["device"] == x.device
 
 
 def test_images_that_influence_each_other_are_refused_unless_allowed(
-    monkeypatch: pytest.MonkeyPatch,
+    adversaries: list[Adversary],
 ) -> None:
-    package = ModuleType("autoattack")
-    package.AutoAttack = Adversary  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "autoattack", package)
-    monkeypatch.setattr(Adversary, "made", [])
     model = seeded_model(lambda: TinyMoE(BATCH_STATISTICS, capacity=1.25))
     coupled = Target(model, mean=(0.5,) * 3, std=(0.5,) * 3)
     _, x, labels = target()
     with pytest.raises(UserError, match="use capacity=none and statistics=running, or allow") as no:
         perturb(coupled, x, labels, 0.1, AutoAttackConfig(), seed=0)
     assert "an expert capacity of 1.25 and batch statistics couple" in str(no.value)
-    assert not Adversary.made
+    assert not adversaries
     perturb(coupled, x, labels, 0.1, AutoAttackConfig(allow_coupled=True), seed=0)
-    assert len(Adversary.made) == 1
+    assert len(adversaries) == 1
 
 
 def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,8 @@ test_ranks_training.py has the case that runs by default, in float32.
 """
 
 import os
-import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +13,18 @@ import pytest
 import torch
 from compared_runs import half_of
 from launched import launch, ports
-from loops import buffers_of
+from pipeline_runs import INTERLEAVED, PLAIN, SAME, TWO, in_processes, interrupt, train64
 from safetensors.torch import load_file
 from torch import nn
 
 import acmoe
 from acmoe.distributed import start
 from acmoe.evaluate.run import checkpoints
-from acmoe.models.registry import AFTER_BUILD
-from acmoe.runtime import seeded
-from acmoe.train.run import Summary, train
-from acmoe.train.text import TextTrainer, checked_corpus, text_trainer
-from tiny_runs import QUIET, byte_corpus, records, tiny_run
-
-# Two micro-batches, gradients clipped. Without dropout: every process draws its own.
-SHORT = ("steps=6", "log_every=1", "eval_every=3", "checkpoint_every=3", "keep=9", "clip=1.0")
-PLAIN = (*SHORT, "model.dropout=0")
-SAME = (*PLAIN, "model.repeats=4")
-TWO = "parallel.pipeline=2"
-INTERLEAVED = (TWO, "parallel.schedule=interleaved")
+from acmoe.train.run import Summary
+from acmoe.train.text import TextTrainer
+from tiny_runs import byte_corpus, records
 
 Runs = dict[str, list[str]]
-
-
-def in_processes(test: Any) -> Any:
-    """Mark a test that starts several processes."""
-    old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-    return pytest.mark.slow(pytest.mark.skipif(old, reason="needs torch 2.13")(test))
-
-
-def train64(folder: Path, *settings: str) -> Summary:
-    """Train in float64, in this process alone or with the others that were launched."""
-    AFTER_BUILD.append(nn.Module.double)
-    try:
-        return train(tiny_run(folder.parent / "corpus", *settings), folder, console=QUIET)
-    finally:
-        AFTER_BUILD.remove(nn.Module.double)
 
 
 def several(rank: int, runs: Runs, folder: Path, free: list[int]) -> dict[str, Any]:
@@ -83,10 +55,6 @@ def trouble_in_second_step(
         return update(trainer, step, record=record)
 
     patch.setattr(TextTrainer, "update", troubled)
-
-
-def interrupt(trainer: TextTrainer) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def put_nan(trainer: TextTrainer) -> None:
@@ -226,114 +194,3 @@ def test_every_kind_of_state_crosses_a_boundary(folder: Path) -> None:
     launch(2, several, runs, folder, ports(len(runs)), folder=folder / "crossed")
     for name in runs:
         assert_same_run(folder / name, folder / f"one-{name.partition('-')[2]}")
-
-
-def shares_and_stages(rank: int, folder: Path, free: list[int]) -> dict[str, Any]:
-    """Train ten steps with two shares of the batch and two stages; return losses and buffers."""
-    start.TIMEOUT = 60.0
-    AFTER_BUILD.append(nn.Module.double)
-    found: dict[str, Any] = {}
-    for name, settings in FOUR.items():
-        os.environ["MASTER_PORT"] = str(free.pop())
-        config = tiny_run(folder / "corpus", *settings, "parallel.data=2")
-        with (
-            start.joined(config.parallel, "cpu") as (ranks, device),
-            seeded(config.seed, device),
-            closing(text_trainer(config, checked_corpus(config), device, ranks)) as trainer,
-        ):
-            losses, buffers = [], []
-            for step in range(1, 11):
-                losses.append(float(trainer.update(step, record=step % 2 == 0).loss))
-                buffers.append(buffers_of(trainer.model))
-        found[name] = losses, buffers
-    return found
-
-
-EIGHT = ["batch=8", "model.repeats=4", "model.dropout=0", "clip=1.0"]
-EIGHT += ["model.router.statistics_group=global"]
-FOUR = {
-    "running": [*EIGHT, TWO],
-    "batch": [*EIGHT, TWO, "model.router.statistics=batch"],
-    "interleaved": [*EIGHT, *INTERLEAVED],
-}
-
-
-@in_processes
-def test_two_shares_and_two_stages_train_as_one_process(folder: Path) -> None:
-    """Ranks 0 and 1 have the first stage, 2 and 3 the second; buffers of a stage are bitwise equal.
-
-    Statistics over all processes: `batch` measures the tokens of both shares.
-    """
-    results = launch(4, shares_and_stages, folder, ports(3), folder=folder / "four")
-    for name, settings in FOUR.items():
-        alone = [each for each in settings if not each.startswith("parallel")]
-        AFTER_BUILD.append(nn.Module.double)
-        config = tiny_run(folder / "corpus", *alone)
-        with seeded(config.seed, torch.device("cpu")):
-            trainer = TextTrainer(config, checked_corpus(config), torch.device("cpu"))
-            expected = [float(trainer.update(step, record=False).loss) for step in range(1, 11)]
-        AFTER_BUILD.remove(nn.Module.double)
-        for rank in range(4):
-            losses, buffers = results[rank][name]
-            assert losses == pytest.approx(expected, abs=1e-12)
-            twin = results[rank ^ 1][name][1]
-            for own, others in zip(buffers, twin, strict=True):
-                assert len(own) > 0
-                assert all(map(torch.equal, own, others))
-
-
-@in_processes
-def test_a_pipeline_of_one_share_is_continued_with_two(folder: Path) -> None:
-    """Memory of streams and random generators: 1 x 2 processes, then 2 x 2, then 2 x 1, then 1."""
-    train64(folder / "whole", *SAME, *EIGHT[:1], *EIGHT[-1:])
-    (folder / "moved").mkdir()
-    shutil.copytree(folder / "corpus", folder / "moved" / "corpus")
-    sequence = [(2, [TWO]), (4, [TWO, "parallel.data=2"]), (2, ["parallel.data=2"])]
-    for number, (world, settings) in enumerate(sequence):
-        run = [*SAME, *EIGHT[:1], *EIGHT[-1:], *settings]
-        launch(
-            *(world, moved, folder / "moved", run, number + 2, ports(1)),
-            folder=folder / f"moved-{number}",
-        )
-    train64(folder / "moved" / "run", *SAME, *EIGHT[:1], *EIGHT[-1:])
-    pairs = zip(records(folder / "moved" / "run"), records(folder / "whole"), strict=True)
-    for found, expected in pairs:
-        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-12)
-
-
-def moved(rank: int, folder: Path, settings: list[str], last: int, free: list[int]) -> None:
-    """Continue a run until the step `last`, and stop it there by a signal."""
-    os.environ["MASTER_PORT"] = str(free.pop())
-    update = TextTrainer.update
-
-    def stopped(trainer: TextTrainer, step: int, *, record: bool) -> Any:
-        if step == last:
-            interrupt(trainer)
-        return update(trainer, step, record=record)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TextTrainer, "update", stopped)
-        train64(folder / "run", *settings)
-
-
-@in_processes
-def test_torchrun_starts_a_pipeline_with_dropout(folder: Path) -> None:
-    settings = [
-        *("model.dim=16", "model.heads=2", "model.hidden=16", "model.span=24", "model.block=16"),
-        *("batch=8", "split=4", "steps=4", "eval_batch=2", "eval_tokens=200", "device=cpu"),
-        *("data.name=bytes", f"data.folder={folder / 'corpus'}", "parallel.data=2", TWO),
-    ]
-    said = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "4", "-m", "acmoe", "train", "--out", str(folder / "torchrun")),
-            *("switch-nano-acmoe", *settings),
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
-        check=False,
-    )
-    assert said.returncode == 0, said.stdout + said.stderr
-    assert "done: 4 steps" in said.stdout

@@ -22,6 +22,13 @@ def language_model(router: object = "adaptive", **sizes: object) -> LanguageMode
     return model.eval()
 
 
+def wrapped(model: LanguageModel) -> torch.nn.Module:
+    """The model behind transformers."""
+    from acmoe.hf import AcmoeConfig, AcmoeForCausalLM
+
+    return AcmoeForCausalLM(AcmoeConfig.of(model.config), model).eval()
+
+
 def same_state(left: torch.nn.Module, right: torch.nn.Module) -> bool:
     """Return True if two models have the same names, dtypes and bits."""
     ours, theirs = left.state_dict(), right.state_dict()

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from evidence_cases import CLAIM, record
 from scipy import stats
-from test_evidence import CLAIM, record
 
 from acmoe.lab.study.evidence.claims import CLAIMS
 from acmoe.lab.study.evidence.page import evidence_markdown

@@ -3,7 +3,7 @@
 import shlex
 from dataclasses import replace
 
-from test_evidence import CLAIM
+from evidence_cases import CLAIM
 from test_evidence_verdicts import pairs
 from test_study_grids import NOWHERE
 

@@ -10,6 +10,7 @@ T tokens, D features, C clusters, E = C experts. An expert's embedding is the me
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +59,16 @@ def inside(count: int, tokens: int, expected: float, z: float) -> bool:
     return agrees(count, tokens, expected, z, slack=QUADRATURE)
 
 
-def check_confirmation(seed: int = 0, tokens: int = TOKENS) -> Check:
+class _Leaving(NamedTuple):
+    """Tokens that leave their first choice, over CLOSE_CONTRASTS."""
+
+    not_negative: int  # tokens that leave a choice of affinity >= 0
+    outside: int  # measured shares whose interval does not contain the exact one
+    shares: list[float]  # exact share of tokens that leave
+    negatives: list[float]  # exact share of tokens whose affinities are all negative
+
+
+def _leaving(seed: int, tokens: int) -> _Leaving:
     generator = torch.Generator().manual_seed(seed)
     z = family_z(2 * len(CLOSE_CONTRASTS))
     left, outside, shares, negatives = 0, 0, [], []
@@ -74,6 +84,11 @@ def check_confirmation(seed: int = 0, tokens: int = TOKENS) -> Check:
         outside += not inside(int(negative_T.sum()), tokens, expected.negative, z)
         shares.append(expected.left)
         negatives.append(expected.negative)
+    return _Leaving(left, outside, shares, negatives)
+
+
+def check_confirmation(seed: int = 0, tokens: int = TOKENS) -> Check:
+    left, outside, shares, negatives = _leaving(seed, tokens)
     confirmed = left == 0 and outside == 0 and min(shares) > 1e-3
     return conclude(
         confirmed,
@@ -114,8 +129,8 @@ def tight_on(clusters: GaussianClusters = CLUSTERS) -> dict[str, Tensor]:
     }
 
 
-def check_confirmation_scope(seed: int = 0, tokens: int = TOKENS) -> Check:
-    """Check the same means with clusters that are tight on other features."""
+def _scope_rates(seed: int, tokens: int) -> tuple[dict[str, BlockRates], int]:
+    """Return the exact rates for each of `tight_on`, and how many measured ones disagree."""
     generator = torch.Generator().manual_seed(seed)
     every = tight_on()
     z = family_z(3 * len(every))
@@ -132,6 +147,12 @@ def check_confirmation_scope(seed: int = 0, tokens: int = TOKENS) -> Check:
             (torch.ones_like(wrong_T), choice_T != cluster_T, rates[name].adaptive_wrong),
         ):
             outside += not inside(int((of_T & bad_T).sum()), int(of_T.sum()), expected, z)
+    return rates, outside
+
+
+def check_confirmation_scope(seed: int = 0, tokens: int = TOKENS) -> Check:
+    """Check the same means with clusters that are tight on other features."""
+    rates, outside = _scope_rates(seed, tokens)
     nearly_all = rates["own block"].repeated_wrong > 1 - 1e-3
     ends = all(rates[name].repeated_wrong < 0.6 for name in ("next block", "other blocks"))
     mends = rates["next block"].adaptive_wrong < rates["next block"].plain_wrong
@@ -142,7 +163,7 @@ def check_confirmation_scope(seed: int = 0, tokens: int = TOKENS) -> Check:
         name="Eqn. 8, tight on other blocks",
         statement=STATEMENT,
         setting=f"contrast {CLUSTERS.contrast:g}, separation 3, the true scale, {tokens} tokens; "
-        "tight on " + ", ".join(every),
+        "tight on " + ", ".join(rates),
         measured="wrong choices repeated: "
         + ", ".join(f"{row.repeated_wrong:.1%}" for row in rates.values())
         + "; wrong under AC (plain): "

@@ -126,17 +126,10 @@ def check_repeated(seed: int = 0, tokens: int = TOKENS) -> Check:
     points = confirmation_sweep(seed, tokens)
     outside = _outside(points, tokens)
     z = family_z(2 * len(points))
+    counts = [each for p in points for each in zip(p.repeated, p.counted, strict=True)]
+    least = min(again / counted for again, counted in counts)
     # The upper ends of the intervals: the share may be 1.
-    high = min(
-        wilson(again, counted, z)[1]
-        for p in points
-        for again, counted in zip(p.repeated, p.counted, strict=True)
-    )
-    least = min(
-        again / counted
-        for p in points
-        for again, counted in zip(p.repeated, p.counted, strict=True)
-    )
+    high = min(wilson(again, counted, z)[1] for again, counted in counts)
     mended = all(p.own_versus_plain < -z for p in points if p.contrast > 1)
     # Told the true k*, AC errs less than any rule that sees the token alone: an answer handed on.
     beats_bayes = points[1].wrong["told"] < 0.2 * points[1].wrong["bayes"]

@@ -142,6 +142,11 @@ def _token_kernel(
     STEPS: tl.constexpr, TOKEN_MAJOR: tl.constexpr, PREFETCH: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    """Write d x of BT tokens at STEPS blocks of BD features, plus the addend, if there is one.
+
+    ALL_EXPERTS: BE covers all experts, so that d affinity is loaded once for all blocks of
+    features. TOKEN_MAJOR, PREFETCH: `token_major` and `prefetch_addend` of `Tile`.
+    """
     columns = tl.cdiv(D, STEPS * BD)
     if TOKEN_MAJOR:
         start, first = tl.program_id(0) // columns * BT, tl.program_id(0) % columns * STEPS * BD
@@ -226,6 +231,11 @@ def _embedding_kernel(
     SPLIT: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    """Write the partial sum of d embedding, at BE experts and BD features, over a share of tokens.
+
+    split: tokens of a program, if they are not sorted. SPLIT: x holds the bf16x2 split of x * scale
+    (rescale.py).
+    """
     size, count = split, T
     if SORTED:  # only the device knows how many slots are in use
         count = tl.load(end_ptr + C)

@@ -92,13 +92,9 @@ def route(
         )  # fmt: skip
         flags = {"HAS_BIAS": bias_E is not None, "HAS_NOISE": noise_TE is not None}
         flags["TERMS"] = terms(tokens, both_bf16)
-        known = affinity_TE  # affinities, or sums over ranges of features, for the kernel to read
-        if size < D:
-            known = partial_affinities(tokens, embedding_ED, size, flags["TERMS"], step)
-        elif selects:
-            kept_TD = many_affinities(
-                tokens, embedding_ED, bias_E, noise_TE, affinity_TE, flags["TERMS"], step, keeps
-            )
+        known, kept_TD = _known_affinities(
+            tokens, embedding_ED, bias_E, noise_TE, affinity_TE, flags["TERMS"], size, step, keeps
+        )
         launch(
             _route_kernel, (N,), *tokens.pointers, *router, known, ids_TK, gate_TK,
             affinity_TE, partial_2NE, first_T, T, D, E, tokens.scale.shape[0], 1.0 / temperature,
@@ -111,6 +107,32 @@ def route(
     kept = () if kept_TD is None else (kept_TD,)
     totalled = (partial_2NE,) * 2 if alone else _reduce(partial_2NE, T, totals, weight)
     return ids_TK, gate_TK, affinity_TE, *totalled, first_T, *kept
+
+
+def _known_affinities(
+    tokens: Tokens,
+    embedding_ED: Tensor,
+    bias_E: Tensor | None,
+    noise_TE: Tensor | None,
+    affinity_TE: Tensor,
+    num_terms: int,
+    size: int,
+    step: int,
+    keeps: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Run the kernels that compute affinities before the selection, where there are any.
+
+    Returns what `_route_kernel` reads, affinities or their sums over ranges of `size` features, and
+    the rescaled tokens that were kept for backward. num_terms, step: TERMS and BD of the kernels.
+    """
+    if size < tokens.x.shape[1]:
+        return partial_affinities(tokens, embedding_ED, size, num_terms, step), None
+    if embedding_ED.shape[0] > MANY_EXPERTS:
+        kept_TD = many_affinities(
+            tokens, embedding_ED, bias_E, noise_TE, affinity_TE, num_terms, step, keeps
+        )
+        return affinity_TE, kept_TD
+    return affinity_TE, None  # not read
 
 
 def _reduce(partial_2NE: Tensor, num_tokens: int, totals: str, weight: float) -> tuple[Tensor, ...]:
@@ -160,6 +182,50 @@ def softmax_rows(value):
 
 
 @triton.jit
+def _load_affinities(
+    known_ptr, affinity_ptr, bias_ptr, noise_ptr, offs, valid, t, in_bounds, e, T, E,
+    HAS_BIAS: tl.constexpr, HAS_NOISE: tl.constexpr, RANGES: tl.constexpr,
+):  # fmt: skip
+    """Return known affinities (BT, BE), or add up their sums over RANGES of features and store."""
+    affinity = tl.load(known_ptr + offs, mask=valid, other=0.0)
+    if RANGES > 1:
+        for _ in tl.static_range(1, RANGES):
+            known_ptr += T * E
+            affinity += tl.load(known_ptr + offs, mask=valid, other=0.0)
+        affinity = add_bias_noise(
+            affinity, bias_ptr, noise_ptr, t, in_bounds, e, E, HAS_BIAS, HAS_NOISE
+        )
+        tl.store(affinity_ptr + offs, affinity, mask=valid)
+    return affinity
+
+
+@triton.jit
+def _select(
+    affinity, t, in_bounds, e, ids_ptr, gate_ptr, first_ptr, E, K: tl.constexpr,
+    SELECTED: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Store ids, gate and first choice of each token.
+
+    Returns the affinities (BT, BE), -inf where there is no expert, and the mask of those selected.
+    """
+    ids, values, selected = _top_k(affinity, e, E, K, BT, BE, BK)
+    k = tl.arange(0, BK)
+    affinity = tl.where(e[None, :] < E, affinity, float("-inf"))
+    values = tl.where(k[None, :] < K, values, float("-inf"))
+    if SELECTED:
+        gate = softmax_rows(values)
+    else:
+        row_max = tl.max(affinity, axis=1)[:, None]
+        gate = tl.exp(values - row_max) / tl.sum(tl.exp(affinity - row_max), axis=1)[:, None]
+    offs = t.to(tl.int64)[:, None] * K + k[None, :]
+    tl.store(gate_ptr + offs, gate, mask=in_bounds[:, None] & (k[None, :] < K))
+    tl.store(ids_ptr + offs, ids.to(tl.int64), mask=in_bounds[:, None] & (k[None, :] < K))
+    first = tl.sum(tl.where(k[None, :] == 0, ids, 0), axis=1)
+    tl.store(first_ptr + t, first.to(tl.int64), mask=in_bounds)
+    return affinity, selected
+
+
+@triton.jit
 def _route_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, embedding_ptr, bias_ptr,
     noise_ptr, known_ptr, ids_ptr, gate_ptr, affinity_ptr, partial_ptr, first_ptr, T, D, E,
@@ -192,17 +258,11 @@ def _route_kernel(
             return
     offs = t.to(tl.int64)[:, None] * E + e[None, :]
     valid = in_bounds[:, None] & (e[None, :] < E)
-    if RANGES == 1:
-        affinity = tl.load(known_ptr + offs, mask=valid, other=0.0)
-    elif RANGES > 1:
-        affinity = tl.load(known_ptr + offs, mask=valid, other=0.0)
-        for _ in tl.static_range(1, RANGES):
-            known_ptr += T * E
-            affinity += tl.load(known_ptr + offs, mask=valid, other=0.0)
-        affinity = add_bias_noise(
-            affinity, bias_ptr, noise_ptr, t, in_bounds, e, E, HAS_BIAS, HAS_NOISE
-        )
-        tl.store(affinity_ptr + offs, affinity, mask=valid)
+    if RANGES > 0:
+        affinity = _load_affinities(
+            known_ptr, affinity_ptr, bias_ptr, noise_ptr, offs, valid, t, in_bounds, e, T, E,
+            HAS_BIAS, HAS_NOISE, RANGES,
+        )  # fmt: skip
     else:
         affinity = affinity_block(
             x_ptr, scale_ptr, cluster, embedding_ptr, bias_ptr, noise_ptr, t, start.to(tl.int64),
@@ -211,20 +271,9 @@ def _route_kernel(
         )  # fmt: skip
         tl.store(affinity_ptr + offs, affinity, mask=valid)
 
-    ids, values, selected = _top_k(affinity, e, E, K, BT, BE, BK)
-    k = tl.arange(0, BK)
-    affinity = tl.where(e[None, :] < E, affinity, float("-inf"))
-    values = tl.where(k[None, :] < K, values, float("-inf"))
-    if SELECTED:
-        gate = softmax_rows(values)
-    else:
-        row_max = tl.max(affinity, axis=1)[:, None]
-        gate = tl.exp(values - row_max) / tl.sum(tl.exp(affinity - row_max), axis=1)[:, None]
-    offs = t.to(tl.int64)[:, None] * K + k[None, :]
-    tl.store(gate_ptr + offs, gate, mask=in_bounds[:, None] & (k[None, :] < K))
-    tl.store(ids_ptr + offs, ids.to(tl.int64), mask=in_bounds[:, None] & (k[None, :] < K))
-    first = tl.sum(tl.where(k[None, :] == 0, ids, 0), axis=1)
-    tl.store(first_ptr + t, first.to(tl.int64), mask=in_bounds)
+    affinity, selected = _select(
+        affinity, t, in_bounds, e, ids_ptr, gate_ptr, first_ptr, E, K, SELECTED, BT, BE, BK
+    )
 
     prob = tl.where(unmasked[:, None], softmax_rows(affinity * inverse_temperature), 0.0)
     selected = (selected & unmasked[:, None]).to(tl.float32)
