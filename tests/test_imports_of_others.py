@@ -105,7 +105,7 @@ print(json.dumps({"seconds": seconds, "new": sorted(new), "packages": sorted(pac
 
 @pytest.fixture(scope="module")
 def fresh_imports() -> list[dict[str, object]]:
-    """Measure the CPU time and the modules of `import acmoe` after `import torch` in a fresh process.
+    """Measure CPU time and modules of `import acmoe` after `import torch` in a fresh process.
 
     If the first was slow, measure a second one: another process may have held the disk or the core.
     """
