@@ -26,6 +26,7 @@ from acmoe.routing.rescaling import RescalingRouter
 from acmoe.routing.state import RoutingState
 
 AnyMoE = MoE | SoftMoE
+COMPILED = "_orig_mod"  # name of the module that torch.compile has wrapped, in its wrapper
 
 
 class BlockContext:
@@ -94,6 +95,7 @@ class MoEStack(nn.Module):
                  - `acmoe.MoE`, `acmoe.SoftMoE`, or another stack, called as x, state = m(x, state)
                  - blocks that hold one or more `acmoe.MoEFFN`, called as x = block(x)
                  - any other module, called as x = m(x)
+                 - what `torch.compile` makes of one of these
     checkpoint   True: recompute the activations of each module in the backward pass. Compile the
                  modules then, not the stack, whose checkpoints torch.compile cannot trace.
 
@@ -133,10 +135,10 @@ class MoEStack(nn.Module):
     def moe_layers(self) -> Iterator[AnyMoE]:
         """Yield the MoE layers in the order in which the state passes through them."""
         for module in self.children_in_order():
-            if isinstance(module, MoEStack):
-                yield from module.moe_layers()
-            elif isinstance(module, AnyMoE):
-                yield module
+            if isinstance(inner := getattr(module, COMPILED, module), MoEStack):
+                yield from inner.moe_layers()
+            elif isinstance(inner, AnyMoE):
+                yield inner
             else:
                 yield from (ffn.moe for ffn in layers_inside(module)[0])
 
@@ -187,10 +189,9 @@ def _step(
 
     def step(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         state = RoutingState(*tensors) if tensors else None
-        if isinstance(module, MoEStack):
-            y, state = module(x, state, **arguments, **block_arguments)
-        elif isinstance(module, AnyMoE):
-            y, state = module(x, state, **arguments)
+        if isinstance(inner := getattr(module, COMPILED, module), AnyMoE | MoEStack):
+            more = block_arguments if isinstance(inner, MoEStack) else {}
+            y, state = module(x, state, **arguments, **more)
         else:
             y, state = call_block(module, x, state, arguments, block_arguments)
         return (y,) if state is None else (y, *state)
@@ -260,7 +261,7 @@ def layers_inside(block: nn.Module) -> tuple[list[MoEFFN], bool]:
             f"{type(block).__name__} inside a block of an MoEStack would not get the routing "
             "state; wrap an acmoe.MoE in acmoe.MoEFFN, and make a stack a module of the stack"
         )
-    compiled = "_orig_mod" in block._modules or block._compiled_call_impl is not None
+    compiled = COMPILED in block._modules or block._compiled_call_impl is not None
     if isinstance(block, MoEFFN):
         return [block], compiled
     layers: list[MoEFFN] = []
