@@ -29,11 +29,14 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 def _is_command() -> bool:
     """Return True where Python was started with the script `acmoe`, or with `-m acmoe`.
 
-    A process of multiprocessing has the `sys.argv` of its parent, but was started otherwise.
+    A process of multiprocessing has the `sys.argv` of its parent, but was started otherwise; and a
+    program may have taken its own arguments out of `sys.argv`, whose last may be called acmoe.
     """
+    if not sys.argv:
+        return False
     started = sys.orig_argv[-len(sys.argv) :]  # without the options of Python itself
-    script = os.path.basename(started[0]) if started else ""  # pathlib would have to be imported
-    return os.path.splitext(script)[0] == "acmoe"
+    script = os.path.basename(started[0])  # pathlib would have to be imported
+    return os.path.splitext(script)[0] == "acmoe" and sys.argv[0] in ("-m", started[0])
 
 
 if (

@@ -73,6 +73,17 @@ def test_a_process_with_the_arguments_of_its_parent_is_no_command(
         assert starting._is_command() is command
 
 
+@pytest.mark.parametrize("argument", ["runs/acmoe", "acmoe.yaml"])
+@pytest.mark.parametrize("left", [["train.py"], []])
+def test_a_program_that_takes_its_arguments_out_is_no_command(
+    monkeypatch: pytest.MonkeyPatch, argument: str, left: list[str]
+) -> None:
+    """Such as `python train.py runs/acmoe`, which then sets sys.argv and imports acmoe."""
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/python", "train.py", argument])
+    monkeypatch.setattr(sys, "argv", left)
+    assert not starting._is_command()
+
+
 def test_main_raises_on_ctrl_c_again(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGINT, starting._end)
     try:

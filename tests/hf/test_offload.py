@@ -78,3 +78,8 @@ def test_accelerate_loads_a_checkpoint_into_an_empty_attached_model(tmp_path: Pa
     assert logits(low, input_ids=ids()).dtype == torch.bfloat16
     dtypes = {buffer.dtype for one in statistics(low) for buffer in one.buffers()}
     assert dtypes == {torch.float32}
+    low = loaded(dtype=torch.bfloat16)
+    with torch.inference_mode():
+        low(ids())
+    acmoe.calibrate(low, [{"input_ids": ids()}])  # updates them, as training does
+    assert not any(buffer.is_inference() for one in statistics(low) for buffer in one.buffers())

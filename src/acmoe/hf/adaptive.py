@@ -99,9 +99,15 @@ class AdaptivePart(nn.Module):
         return self.statistics is not None and self.statistics.dispersion.is_meta
 
     def keep_float32(self) -> None:
-        """Make the statistics float32 again: accelerate loads them in the dtype of a model."""
-        if self.statistics is not None and self.statistics.dispersion.dtype != torch.float32:
-            self.statistics.load_state_dict(self.statistics.state_dict())
+        """Make the statistics float32 again: accelerate loads them in the dtype of a model.
+
+        A call under `torch.inference_mode` must not make them inference tensors, which no later
+        optimizer step could update.
+        """
+        statistics = self.statistics
+        if statistics is not None and statistics.dispersion.dtype != torch.float32:
+            with torch.inference_mode(statistics.dispersion.is_inference()):
+                statistics.load_state_dict(statistics.state_dict())
 
     def take_jitter(self, router: nn.Module, jitter: Jitter | None) -> None:
         """Draw the noise of the router here: in the rescaled copy the experts would not see it."""

@@ -85,9 +85,12 @@ def open_context(part: AdaptivePart, context: LayerContext) -> None:
     _CONTEXTS.by_part[id(part)] = context
     with _LOCK:
         others = _calls_under_way(part)
+        if not others:
+            part.context = context
+            return
         # While two threads are in the layer, the attribute holds the context of neither.
-        shared = SharedContext(Tape(gradient=False), 0, 0, calls=[*others, ref(context)])
-        part.context = shared if others else context
+        calls = [*others, ref(context)]
+        part.context = SharedContext(Tape(gradient=False), 0, 0, calls=calls)
 
 
 def close_context(part: AdaptivePart) -> None:

@@ -45,5 +45,6 @@ def check_adapter(router: str, around: nn.Module) -> None:
     check(
         not adds_to_output(around),
         f"{router} is inside a {type(around).__name__} of PEFT, which would add a product of h to "
-        "scores of M h; name the router's weight in target_parameters, not in target_modules",
+        "scores of M h; merge a trained adapter (merge_and_unload) before acmoe.attach, or name "
+        "the router's weight in target_parameters, not in target_modules",
     )

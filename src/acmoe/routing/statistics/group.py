@@ -95,7 +95,7 @@ def group_of(statistics: "StepStatistics") -> str:
 @_disable_dynamo  # torch.compile breaks its graph here; it cannot trace the garbage collector
 def _look_up(statistics: "StepStatistics") -> str:
     """Find the group of these statistics, and keep it."""
-    found = _find(statistics, instances_of(DistributedDataParallel)) or _find_shards(statistics)
+    found = _find(statistics, _replicas()) or _find_shards(statistics)
     if found is None:
         raise UserError(
             f"running statistics: torch.distributed runs {world_size()} processes, and the model "
@@ -134,6 +134,11 @@ def find_groups(statistics: "Iterable[StepStatistics]", trained: Set[int]) -> No
 def pooled_groups(statistics: "Iterable[StepStatistics]") -> list[str]:
     """Return the names of the groups that these statistics are pooled over, sorted."""
     return sorted({group_of(one) for one in statistics if one.pools} - {ALONE})
+
+
+def _replicas() -> Iterator[DistributedDataParallel]:
+    """Look for the replicas when the first is asked for: DTensors name their group without that."""
+    yield from instances_of(DistributedDataParallel)
 
 
 class Found(NamedTuple):
