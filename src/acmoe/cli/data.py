@@ -39,7 +39,7 @@ class List:
         console = Console()
         table = Table("name", "what", Column("here", overflow="fold"))
         for entry, here in entries:
-            about = f"{entry.about}; {entry.licence}"
+            about = f"{entry.about} (licence: {entry.licence})"
             state = here.state if here.state == "absent" else f"{here.state}: {here.detail}"
             table.add_row(*map(escape, (entry.name, about, state)))
         console.print(table)

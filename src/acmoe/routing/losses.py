@@ -54,7 +54,7 @@ def balance_of(load_E: Tensor, gate_E: Tensor) -> Tensor:
 
 
 def z_loss(affinity_TE: Tensor, token_mask_T: Tensor | None = None) -> Tensor:
-    """Return the mean squared log-sum-exp of the affinities; it keeps them small."""
+    """Return the mean squared log-sum-exp of the affinities, a penalty on large affinities."""
     return masked_mean(affinity_TE.logsumexp(-1, keepdim=True).square(), token_mask_T).sum()
 
 

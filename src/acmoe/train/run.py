@@ -43,7 +43,7 @@ class Summary:
 
     @property
     def message(self) -> str:
-        """One line for the user."""
+        """Return one line that says how the training ended, and where it is saved."""
         if self.step < self.steps:
             return (
                 f"stopped at step {self.step} of {self.steps}, saved in {self.folder}; give the "

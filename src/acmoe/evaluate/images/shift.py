@@ -150,7 +150,7 @@ class _Scorer:
         return EvaluationImages.of(images, self.data, replace(self.config, limit=limit))
 
     def accuracy(self, shifted: ImageSet) -> _Found:
-        """Return the accuracy. Labels of the set index its sorted classes, as `subset` does."""
+        """Return the top-1 accuracy among the classes of `subset`; labels index these."""
         predictions = self._predict(shifted)
         hits = int(torch.stack([ranked_hits(*pair)[0] for pair in predictions]).sum())
         count = sum(len(labels_B) for _, labels_B in predictions)

@@ -135,7 +135,7 @@ class AdaptiveModel(StatisticsBeside):
     def load_state_dict(
         self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load tensors by the names of modules, or by those of a checkpoint file."""
+        """Load tensors that are named as this model's modules, or as in a checkpoint file."""
         found = by_module_names(self, state_dict)
         return super().load_state_dict(found, strict, assign)  # type: ignore[misc]
 

@@ -27,7 +27,7 @@ def unwrapped_name(name: str) -> str:
 
 
 def adds_to_output(module: nn.Module) -> bool:
-    """Return True for a layer of PEFT that computes something beside the module inside of it.
+    """Return True for a PEFT layer that adds a product of h to the output of its module.
 
     `lora.Linear` adds B A h to the module's output. A `ParamWrapper`, which is what
     `target_parameters` makes, changes the weights that the module itself computes with.

@@ -54,9 +54,8 @@ def _calls(
 ) -> list[Call]:
     """Return the products of the experts that have rows.
 
-    They are all chosen before the first of them: a product of a large weight leaves little of
-    Python in the caches. To choose each when its turn came took 6% longer at 16 tokens of olmoe
-    (one core of a Xeon, 112 products that read 1.4 GB).
+    They are all chosen before the first one runs: a product of a large weight leaves little of
+    Python's code in the caches, so that a choice between two products takes longer.
     """
     few = rows_as_vectors(inputs[0], weight_EOI)
     calls: list[Call] = []

@@ -1,10 +1,10 @@
 """The experts of a single token on a CPU: products of matrices and vectors, in few calls.
 
 Decoding one sequence reads the weights of K experts and computes little. After each product, which
-reads megabytes, hardly any code of Python or torch is left in the caches, so that another call
-takes 20 to 50 us. This kernel makes few of them: the token is not copied for each expert, rows are
-not gathered, and the second product adds its result, times the gate, to those before it. At one
-token of olmoe the layer takes 2 to 3% less time (one core of a Xeon with AVX-512, torch 2.13).
+reads megabytes, hardly any code of Python or torch is left in the caches, so that every further
+call is slow. This kernel makes few of them: the token is not copied for each expert, rows are not
+gathered, and the second product adds its result, times the gate, to those before it.
+docs/performance/cpu.md has its times.
 
 K experts of the token, D features, F hidden units, W = F (or 2F for swiglu).
 """

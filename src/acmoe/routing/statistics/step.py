@@ -24,13 +24,14 @@ PATIENCE = 200  # training forwards without an update before a warning
 
 
 class StepStatistics(nn.Module):
-    """A module of float32 buffers. `forward` records a batch; `update` moves the running values.
+    """Base of running statistics: `forward` records a batch, `update` moves the running values.
 
     Recorded batches are pending in non-persistent buffers whose names begin with "last". `update`
     uses them once: a second call changes nothing.
 
-    The buffers move to another device with the module but stay float32 under `.to(bfloat16)`: a
-    bf16 average stops changing once a step changes it by less than one part in 256.
+    The buffers are float32. They move to another device with the module, and keep their dtype under
+    `.to(bfloat16)`: a bf16 average stops changing once a step changes it by less than one part in
+    256.
     """
 
     # Names of the pending buffers: means (C, X), or None, and the counts (C,) they are weighted by.

@@ -99,7 +99,10 @@ def expected_told(clusters: GaussianClusters) -> float:
 
 
 def _outside(points: list[SweepPoint], tokens: int) -> int:
-    """Count the measured errors, plain and told, whose interval misses the exact one."""
+    """Count the measured error rates whose confidence interval does not hold the exact rate.
+
+    Each point has two: that of the plain router, and that of one which knows the true cluster.
+    """
     z = family_z(2 * len(points))
     missed = 0
     for point in points:

@@ -47,7 +47,7 @@ class Tile(NamedTuple):
 
 
 def launch_table(num_clusters: int, dim: int) -> Tile:
-    """Choose the tile: narrow models take narrow feature blocks, so that there are enough programs.
+    """Return the tile sizes. Models with few features get narrow blocks, and so more programs.
 
     Pass 2 holds a term, a mean and a pointer for each element of its tile: with 4 warps and 200
     registers per thread a multiprocessor runs 8 warps, with 8 warps and 128 registers it runs 16.
