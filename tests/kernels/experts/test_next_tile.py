@@ -90,6 +90,55 @@ def test_a_second_up_projection_by_the_same_plan_has_equal_bits(counts, device, 
     assert plan.counter.item() == 0
 
 
+def down_by_tiles_of_a_counter(launch, plan, lead, device):
+    """Return a call of the cooperative "down": the results of the rows that have an expert."""
+    from acmoe.ops.experts.settings.gemms import PipelineConfig
+
+    D, F, rows = 512, 256, int(plan.offsets[-1])
+    torch.manual_seed(1)
+    act_NF = drawn(plan.num_rows, F, device=device)
+    down = drawn(plan.offsets.shape[0], D, F, device=device) / D**0.5
+    settings = PipelineConfig("cooperative", 4, lead=lead)
+    return lambda: launch.launch_rows(act_NF, down, plan, settings, across=False)[:rows]
+
+
+@pytest.mark.parametrize(("counts", "lead"), [((0, 0), 3), ((1,), 0), ((1, 0, 129), 3)])
+def test_neither_a_second_down_nor_when_it_takes_tiles_changes_a_bit(
+    counts, lead, device, hopper_launch, monkeypatch
+):
+    """Without tiles, with as many as programs that are emulated, and with more."""
+    plan = plan_of(counts, 20, device)
+    call = down_by_tiles_of_a_counter(hopper_launch, plan, lead, device)
+    right = call()
+    for ahead in (0, 100):
+        monkeypatch.setattr(hopper_launch, "AHEAD", ahead)
+        assert torch.equal(call(), right)
+        assert plan.counter.item() == 0
+
+
+def test_bits_of_the_down_projection_do_not_depend_on_which_program_computes_a_tile(
+    device, hopper_launch, monkeypatch
+):
+    """One program computes all tiles, three share them; each tile sums its K blocks in order."""
+    plan = plan_of((1, 0, 129, 65), 20, device)
+    call = down_by_tiles_of_a_counter(hopper_launch, plan, 3, device)
+    found = []
+    for programs in (1, 3):
+        monkeypatch.setattr(hopper_launch, "multiprocessors", lambda n=programs: n)
+        found.append(call())
+    assert torch.equal(*found)
+
+
+def test_a_ping_pong_gemm_counts_no_tiles(device, hopper_launch):
+    from acmoe.ops.experts.settings.gemms import PipelineConfig
+
+    plan = plan_of((1, 129), 20, device)
+    plan.counter.fill_(7)
+    act_NF, down = drawn(plan.num_rows, 64, device=device), drawn(2, 128, 64, device=device)
+    hopper_launch.launch_rows(act_NF, down, plan, PipelineConfig("ping-pong", 2), across=False)
+    assert plan.counter.item() == 7
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 100])
 def test_when_a_program_takes_its_next_tile_changes_no_bit(
     ahead, device, hopper_launch, monkeypatch
@@ -99,37 +148,46 @@ def test_when_a_program_takes_its_next_tile_changes_no_bit(
     plan = plan_of(counts, 20, device)
     tokens, up = drawn(plan.num_rows, D, device=device), drawn(4, 2 * F, D, device=device) / D**0.5
     right = hopper_launch.launch_up(tokens, up, plan, F)
-    monkeypatch.setattr(hopper_launch, "UP_AHEAD", ahead)
+    monkeypatch.setattr(hopper_launch, "AHEAD", ahead)
     found = hopper_launch.launch_up(tokens, up, plan, F)
     for _expert, rows in each_expert(plan):
         assert torch.equal(found[rows], right[rows])
 
 
+def up_by_tiles_of_a_counter(launch, plan, device):
+    """Return a call of "up": the results of the rows that have an expert."""
+    D, F, rows = 512, 512, int(plan.offsets[-1])
+    torch.manual_seed(1)
+    tokens = drawn(plan.num_rows, D, device=device)
+    up = drawn(plan.offsets.shape[0], 2 * F, D, device=device) / D**0.5
+    return lambda: launch.launch_up(tokens, up, plan, F)[:rows]
+
+
 @pytest.mark.gpu
-def test_up_projections_of_two_streams_and_of_a_graph_have_equal_bits():
-    from acmoe.ops.experts.hopper import launch as hopper_launch
+@pytest.mark.parametrize("kernel", ["up", "down"])
+def test_gemms_of_two_streams_and_of_a_graph_have_equal_bits(kernel):
+    from acmoe.ops.experts.hopper import launch
 
-    counts, D, F = (130, 0, 64, 1, 300, 77) * 20, 512, 512
-    plans = [plan_of(counts, 20, "cuda") for _ in range(2)]
-    tokens = drawn(plans[0].num_rows, D, device="cuda")
-    up, rows = drawn(len(counts), 2 * F, D, device="cuda") / D**0.5, sum(counts)
-
-    def results():
-        return [hopper_launch.launch_up(tokens, up, plan, F)[:rows] for plan in plans]
-
-    right = results()[0]
+    plans = [plan_of((130, 0, 64, 1, 300, 77) * 20, 20, "cuda") for _ in range(2)]
+    calls = [
+        up_by_tiles_of_a_counter(launch, plan, "cuda")
+        if kernel == "up"
+        else down_by_tiles_of_a_counter(launch, plan, 3, "cuda")
+        for plan in plans
+    ]
+    right = calls[0]()
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in plans]
     found = []
     for _ in range(8):
-        for stream, plan in zip(streams, plans, strict=True):
+        for stream, call in zip(streams, calls, strict=True):
             with torch.cuda.stream(stream):
-                found.append(hopper_launch.launch_up(tokens, up, plan, F)[:rows])
+                found.append(call())
     torch.cuda.synchronize()
     assert all(torch.equal(one, right) for one in found)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = results()
+        found = [call() for call in calls]
     for _ in range(3):
         graph.replay()
     assert all(torch.equal(one, right) for one in found)

@@ -29,12 +29,17 @@ UP_COLUMNS = up_module.COLUMNS.value
 UP_STAGES = 4  # each takes 48 KiB of shared memory
 # Blocks that the producer has yet to load of a tile when the program takes its next one. An atomic
 # takes about as long as the MMAs of one or two blocks.
-UP_AHEAD = 4
+AHEAD = 4
 
 
 def _desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     """Return a TMA descriptor of the tensor as a matrix, copied first if it is not aligned."""
     return describe(tma_aligned(tensor.reshape(-1, tensor.shape[-1])), block)
+
+
+def _asks_at(num_k: int) -> int:
+    """Return the block of a tile after which the program takes its next one."""
+    return max(num_k - 1 - AHEAD, 0)
 
 
 def _tiles(narrow: int, wide: int, settings: PipelineConfig) -> int:
@@ -49,7 +54,8 @@ def launch_rows(
 
     across: weight is (E, I, O).
     """
-    inner = a.shape[1]
+    cooperative, num_k = settings.form == "cooperative", a.shape[1] // PIPELINE_BK
+    counter, asks_at = (plan.counter, _asks_at(num_k)) if cooperative else (None, None)
     outer = weight.shape[2] if across else weight.shape[1]
     y = torch.empty(plan.num_rows, outer, device=a.device, dtype=a.dtype)
     expert, start = plan[PIPELINE_BM]
@@ -57,13 +63,13 @@ def launch_rows(
     launch(
         *(rows_module.rows_gemm_kernel, (multiprocessors(),)),
         *(_desc(a, [PIPELINE_BM, PIPELINE_BK]), _desc(weight, w_block), describe(y, _HALF), y),
-        *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
-        *(inner // PIPELINE_BK, cdiv(outer, settings.columns), weight.shape[1], outer),
+        *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM), counter),
+        *(num_k, cdiv(outer, settings.columns), asks_at, weight.shape[1], outer),
         GROUP_M=GROUP_M,
         BY_EXPERT=plan.by_expert(PIPELINE_BM, weight),
         WEIGHT_IO=across,
         STAGES=settings.stages,
-        COOPERATIVE=settings.form == "cooperative",
+        COOPERATIVE=cooperative,
         LEAD=settings.lead,
         num_warps=4,
     )
@@ -79,7 +85,7 @@ def launch_up(x: Tensor, up: Tensor, plan: Plan, hidden: int) -> Tensor:
         *(up_module.up_swiglu_kernel, (multiprocessors(),)),
         *(tma_aligned(x), plan.token, _desc(up, [UP_COLUMNS, PIPELINE_BK]), a),
         *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM), plan.counter),
-        *(cdiv(hidden, UP_COLUMNS), num_k, max(num_k - 1 - UP_AHEAD, 0), hidden),
+        *(cdiv(hidden, UP_COLUMNS), num_k, _asks_at(num_k), hidden),
         GROUP_M=GROUP_M,
         BY_EXPERT=plan.by_expert(PIPELINE_BM, up),
         STAGES=UP_STAGES,

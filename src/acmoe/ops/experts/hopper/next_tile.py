@@ -13,7 +13,8 @@ readers have begun the last one, so that it may be replaced). A reader delays it
 
 The counter is zero before and after a launch: a program counts once for each tile that it computes,
 so that count number num_tiles is the last one, and whoever gets it writes zero. Two launches that
-run at the same time need two counters.
+run at the same time need two counters. The GEMMs of one plan share its counter: each needs the
+result of the one before. Forward and backward have plans of their own.
 """
 
 from triton.experimental import gluon

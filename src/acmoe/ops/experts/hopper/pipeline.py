@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from acmoe.ops.device.gluon_blocks import HALF_M, acc_layout, wait_ping_pong
 from acmoe.ops.device.gluon_names import load_tile
+from acmoe.ops.experts.hopper.next_tile import next_tile, want_tile
 from acmoe.ops.experts.triton.tiles import row_tile
 
 _CONSUMER_WARPS = gl.constexpr(4)
@@ -42,35 +43,73 @@ def tile_of_rows(tile_id, plan, num_used, num_n, GROUP_M: gl.constexpr, BY_EXPER
 
 
 @gluon.jit
-def load_blocks(load_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr, WEIGHT_IO: gl.constexpr):
-    """Producer: load the blocks of a and w of all tiles of the program into the pipeline.
+def _load_tile_blocks(
+    load_args, tile_id, num_used, k_block, mailbox, asks_at, GROUP_M: gl.constexpr,
+    BY_EXPERT: gl.constexpr, WEIGHT_IO: gl.constexpr,
+):  # fmt: skip
+    """Load the blocks of a and w of a tile; return the number of the next tile's first block.
 
-    w is (E, O, I), or (E, I, O) if WEIGHT_IO; w_rows is its second dimension. No tile begins after
-    last_column.
+    mailbox: ask for the next tile after block asks_at of this one; None: do not.
     """
     a_desc, w_desc, pipeline, plan, num_k, num_n, w_rows, last_column = load_args
     a_bufs, w_bufs, full, empty, _ = pipeline
     STAGES: gl.constexpr = a_bufs.shape[0]
     BK: gl.constexpr = a_bufs.shape[2]
     BN: gl.constexpr = w_bufs.shape[2] if WEIGHT_IO else w_bufs.shape[1]
-    num_used = gl.load(plan[3])
+    expert, row, _end, n_tile = tile_of_rows(tile_id, plan, num_used, num_n, GROUP_M, BY_EXPERT)
+    w_row = expert * w_rows
+    column = gl.minimum(n_tile * BN, last_column)
+    for k in range(num_k):
+        stage = k_block % STAGES
+        full_bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), (k_block // STAGES & 1) ^ 1)
+        mbarrier.expect(full_bar, a_desc.block_type.nbytes + w_desc.block_type.nbytes)
+        load_tile(a_desc, [row, k * BK], full_bar, a_bufs.index(stage))
+        if WEIGHT_IO:
+            coord = [w_row + k * BK, column]
+        else:
+            coord = [w_row + column, k * BK]
+        load_tile(w_desc, coord, full_bar, w_bufs.index(stage))
+        if mailbox is not None:
+            want_tile(mailbox, k == asks_at)
+        k_block += 1
+    return k_block
+
+
+@gluon.jit
+def load_blocks(load_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr, WEIGHT_IO: gl.constexpr):
+    """Producer: load the blocks of a and w of every num_programs-th tile into the pipeline.
+
+    w is (E, O, I), or (E, I, O) if WEIGHT_IO; w_rows is its second dimension. No tile begins after
+    last_column.
+    """
+    num_n = load_args[5]
+    num_used = gl.load(load_args[3][3])
     k_block = 0
     for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
-        expert, row, _end, n_tile = tile_of_rows(tile_id, plan, num_used, num_n, GROUP_M, BY_EXPERT)
-        w_row = expert * w_rows
-        column = gl.minimum(n_tile * BN, last_column)
-        for k in range(num_k):
-            stage = k_block % STAGES
-            full_bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), (k_block // STAGES & 1) ^ 1)
-            mbarrier.expect(full_bar, a_desc.block_type.nbytes + w_desc.block_type.nbytes)
-            load_tile(a_desc, [row, k * BK], full_bar, a_bufs.index(stage))
-            if WEIGHT_IO:
-                coord = [w_row + k * BK, column]
-            else:
-                coord = [w_row + column, k * BK]
-            load_tile(w_desc, coord, full_bar, w_bufs.index(stage))
-            k_block += 1
+        k_block = _load_tile_blocks(
+            load_args, tile_id, num_used, k_block, None, None, GROUP_M, BY_EXPERT, WEIGHT_IO
+        )
+
+
+@gluon.jit
+def load_next_blocks(
+    load_args, mailbox, asks_at, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr,
+    WEIGHT_IO: gl.constexpr,
+):  # fmt: skip
+    """Producer: as `load_blocks`, for the tiles that the program takes from the counter.
+
+    It takes its next tile after block asks_at of the last one.
+    """
+    num_n = load_args[5]
+    num_used = gl.load(load_args[3][3])
+    tile_id, local_tile, k_block = gl.program_id(0), 0, 0
+    while tile_id < num_used * num_n:
+        k_block = _load_tile_blocks(
+            load_args, tile_id, num_used, k_block, mailbox, asks_at, GROUP_M, BY_EXPERT, WEIGHT_IO
+        )
+        tile_id = next_tile(mailbox, local_tile)
+        local_tile += 1
 
 
 @gluon.jit

@@ -6,7 +6,8 @@ of pipeline.py, in one of two schedules:
                   MMAs of the other
     cooperative   each consumer computes 64 rows of a (128, 256) tile, which loads fewer bytes for
                   each multiply-add; the second consumer starts LEAD K blocks later, so that its
-                  epilogue does not coincide with the first one's
+                  epilogue does not coincide with the first one's; programs take their tiles in
+                  dynamic order (next_tile.py), because a tile with few rows takes less time
 
 Which is faster, or Triton's own pipeline, depends on the shape (settings/tuned.json). This kernel
 against Triton's on an H200: 1.26 against 1.41 ms (down, qwen30b, ping-pong), 1.50 against 1.57
@@ -25,7 +26,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from acmoe.ops.device.gluon_blocks import HALF_M, acc_layout, make_barriers, make_buffers
 from acmoe.ops.device.gluon_names import store_tile, thread_barrier
-from acmoe.ops.experts.hopper.pipeline import load_blocks, mma_tile, store_masked, tile_of_rows
+from acmoe.ops.experts.hopper.next_tile import (
+    dispatch_tiles,
+    make_mailbox,
+    next_tile,
+    want_tile,
+)
+from acmoe.ops.experts.hopper.pipeline import (
+    load_blocks,
+    load_next_blocks,
+    mma_tile,
+    store_masked,
+    tile_of_rows,
+)
 
 
 @gluon.jit
@@ -95,8 +108,8 @@ def _mma_half(
 
 @gluon.jit
 def _cooperative_consumer(
-    CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr,
-    WEIGHT_IO: gl.constexpr, LEAD: gl.constexpr,
+    CONSUMER: gl.constexpr, consumer_args, mailbox, GROUP_M: gl.constexpr,
+    BY_EXPERT: gl.constexpr, WEIGHT_IO: gl.constexpr, LEAD: gl.constexpr,
 ):  # fmt: skip
     """Cooperative consumer: compute and store the upper or lower half of every tile."""
     y_desc, y_ptr, y_bufs, pipeline, plan, num_k, num_n, O = consumer_args
@@ -105,13 +118,14 @@ def _cooperative_consumer(
     STAGES: gl.constexpr = full.shape[0]
     BN: gl.constexpr = y_bufs.shape[2] * 2
     num_used = gl.load(plan[3])
-    k_block = 0
+    tile_id, local_tile, k_block = gl.program_id(0), 0, 0
     buf = y_bufs.index(CONSUMER)
-    for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
+    while tile_id < num_used * num_n:
+        want_tile(mailbox)
         _expert, row, end, n_tile = tile_of_rows(tile_id, plan, num_used, num_n, GROUP_M, BY_EXPERT)
         row += CONSUMER * HALF_M
         if LEAD > 0 and CONSUMER == 1:
-            mbarrier.wait(lead_bar, k_block // num_k & 1)
+            mbarrier.wait(lead_bar, local_tile & 1)
         if row < end:
             acc = _mma_half(
                 pipeline, lead_bar, k_block, num_k, CONSUMER, WEIGHT_IO, LEAD * (1 - CONSUMER)
@@ -125,10 +139,12 @@ def _cooperative_consumer(
                 mbarrier.wait(full.index((k_block + k) % STAGES), (k_block + k) // STAGES & 1)
                 mbarrier.arrive(empty.index((k_block + k) % STAGES))
         k_block += num_k
+        tile_id = next_tile(mailbox, local_tile)
+        local_tile += 1
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_k", "num_n"])
+@gluon.jit(do_not_specialize=["num_k", "num_n", "asks_at"])
 def rows_gemm_kernel(
     a_desc,
     w_desc,
@@ -138,8 +154,10 @@ def rows_gemm_kernel(
     tile_start_ptr,
     offsets_ptr,
     num_used_ptr,
+    counter_ptr,
     num_k,
     num_n,
+    asks_at,
     w_rows,
     O,
     GROUP_M: gl.constexpr,
@@ -155,6 +173,7 @@ def rows_gemm_kernel(
     the last tile begins at O - BN; the columns that two tiles share are stored twice, with equal
     values.
     COOPERATIVE requires num_k >= STAGES >= LEAD, the K blocks by which the second consumer is late.
+    counter, asks_at: as in up.py if COOPERATIVE, else None.
     """
     a_bufs = make_buffers(STAGES, a_desc)
     w_bufs = make_buffers(STAGES, w_desc)
@@ -167,14 +186,22 @@ def rows_gemm_kernel(
     BN: gl.constexpr = w_desc.block_shape[1] if WEIGHT_IO else w_desc.block_shape[0]
     load_args = (a_desc, w_desc, pipeline, plan, num_k, num_n, w_rows, O - BN)
     if COOPERATIVE:
+        mailbox = make_mailbox(3)
         gl.warp_specialize(
             [
-                (_cooperative_consumer, (0, consumer_args, GROUP_M, BY_EXPERT, WEIGHT_IO, LEAD)),
-                (_cooperative_consumer, (1, consumer_args, GROUP_M, BY_EXPERT, WEIGHT_IO, LEAD)),
-                (load_blocks, (load_args, GROUP_M, BY_EXPERT, WEIGHT_IO)),
+                (
+                    _cooperative_consumer,
+                    (0, consumer_args, mailbox, GROUP_M, BY_EXPERT, WEIGHT_IO, LEAD),
+                ),
+                (
+                    _cooperative_consumer,
+                    (1, consumer_args, mailbox, GROUP_M, BY_EXPERT, WEIGHT_IO, LEAD),
+                ),
+                (load_next_blocks, (load_args, mailbox, asks_at, GROUP_M, BY_EXPERT, WEIGHT_IO)),
+                (dispatch_tiles, (mailbox, num_used_ptr, num_n, counter_ptr)),
             ],
-            [4, 1],
-            [240, 24],
+            [4, 1, 1],
+            [240, 24, 24],
         )
     else:
         gl.warp_specialize(
