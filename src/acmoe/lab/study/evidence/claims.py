@@ -1,7 +1,8 @@
 """The claims of the paper, each with the settings of our studies that test it.
 
 A claim has the paper's two figures (Tables 1 to 4 and its appendix) and the length of its training.
-The paper trained one seed of each model, so that its effects have no interval.
+The paper's results are averages over 5 seeds. It gives no spread, so that its effects have no
+interval.
 """
 
 from dataclasses import dataclass
