@@ -189,7 +189,8 @@ def test_a_gain_below_the_papers_is_called_smaller() -> None:
         assert (row.verdict, row.below_paper, row.inside) == ("supported", smaller, not smaller)
         text = evidence_markdown([row], []).split("## In favour")[1].split("\n## ")[0]
         assert ("the paper -5.00%, which the interval excludes as too large" in text) == smaller
-        assert ("(1 of them with a smaller gain than the paper's)" in headline([row])) == smaller
+        assert (", a smaller gain than the paper's)" in headline([row])) == smaller
+        assert "on the side of a gain (3 pairs, " in headline([row])
 
 
 def test_a_loss_is_told_from_a_gain_that_is_too_small() -> None:

@@ -74,8 +74,6 @@ def headline(rows: Sequence[Row]) -> str:
     counts = Counter(row.verdict for row in claims)
     refuted, supported = counts["refuted"], counts["supported"]
     unknown = counts["undecided"] + counts["unknown"]
-    smaller = sum(row.verdict == "supported" and row.below_paper for row in claims)
-    less = f" ({smaller} of them with a smaller gain than the paper's)" if smaller else ""
     losses = sum(row.verdict == "refuted" and row.is_loss for row in claims)
     verb = _verb("exclude", losses)
     worse = f" ({losses} of them also {verb} zero, on the side of a loss)" if losses else ""
@@ -83,12 +81,22 @@ def headline(rows: Sequence[Row]) -> str:
         f"At the lengths of training that were run here, {refuted} of "
         f"{refuted + unknown + supported} comparisons {_verb('exclude', refuted)} the paper's "
         f"gain{worse}, {unknown} cannot tell, and {supported} {_verb('exclude', supported)} zero, "
-        f"on the side of a gain{less}"
+        f"on the side of a gain{_gains(claims)}"
     ]
     if interim := counts["interim"]:
         have = "has" if interim == 1 else "have"
         parts.append(f"{interim} more {have} fewer pairs than declared, and no verdict yet")
     return "; ".join(parts) + "."
+
+
+def _gains(claims: Sequence[Row]) -> str:
+    """Return, for each row with a gain, its pairs and length of training; empty without any."""
+    texts = []
+    for row in claims:
+        if row.verdict == "supported":
+            smaller = ", a smaller gain than the paper's" if row.below_paper else ""
+            texts.append(f"{pairs_text(row)} pairs, {share_text(row)} of its training{smaller}")
+    return f" ({'; '.join(texts)})" if texts else ""
 
 
 def long_runs(rows: Sequence[Row]) -> str:
