@@ -25,7 +25,7 @@ from acmoe.errors import check
 from acmoe.fast.compiled import compile_blocks
 from acmoe.models.checkpoint import MODEL, flat_state, nested_state
 from acmoe.models.registry import build_model
-from acmoe.routing.statistics.group import set_statistics_group
+from acmoe.routing.process_group import set_statistics_group
 from acmoe.storage.shards import Stored
 from acmoe.train.ema import WeightAverage
 from acmoe.train.graph import StepGraph, make_capturable

@@ -14,17 +14,16 @@ function to call, because copies that drift apart would go unnoticed.
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from acmoe.errors import UserError, check
 from acmoe.ops.statistics.over_ranks import (
-    ProcessGroup,
     add_up,
     everyone,
     of_each_rank,
@@ -38,49 +37,6 @@ if TYPE_CHECKING:
 ALONE = ""  # name of the group of a process that pools with nobody
 
 _agreed: set[tuple[object, ...]] = set()  # groups and shapes that all ranks were found to share
-
-
-def set_statistics_group(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Take the statistics and the balance loss of a model over the tokens of these processes.
-
-    It is needed only where the layers cannot find the group themselves: with training loops that
-    average gradients by other means than DistributedDataParallel and fully_shard. Call it on every
-    process of the group. None: the model of this process is trained alone, as in a search over
-    settings with one model per process.
-    """
-    from acmoe.routing.router import Router
-    from acmoe.routing.statistics.step import StepStatistics
-
-    known = getattr(group, "group_name", None)
-    check(
-        group is None or known is not None,
-        f"group={group!r}; pass a process group of torch.distributed (dist.new_group), or None",
-    )
-    name = ALONE if group is None else str(known)
-    for module in model.modules():
-        if isinstance(module, StepStatistics):
-            module.group_name, module.found_group = name, False
-            module.everywhere = group is not None
-        if isinstance(module, Router):
-            module.balance_group = name
-
-
-@contextmanager
-def measuring_alone(model: nn.Module) -> Iterator[None]:
-    """Inside `with`, take statistics over the tokens of this process alone, in evaluations."""
-    from acmoe.routing.router import Router
-    from acmoe.routing.statistics.step import StepStatistics
-
-    groups = [(m, "group_name") for m in model.modules() if isinstance(m, StepStatistics)]
-    balance = [(m, "balance_group") for m in model.modules() if isinstance(m, Router)]
-    before = [(module, name, getattr(module, name)) for module, name in (*groups, *balance)]
-    for module, name, _ in before:
-        setattr(module, name, ALONE)
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
 
 
 def group_of(statistics: "StepStatistics") -> str:
@@ -152,10 +108,8 @@ def _find(
     statistics: "StepStatistics", replicas: Iterable[DistributedDataParallel]
 ) -> Found | None:
     """Find the group in the device meshes of the layer's parameters, or in one of the replicas."""
-    from acmoe.routing.statistics.step_hook import parameters_around
-
     # A DTensor has a mesh; None stands for parameters that every process has whole.
-    meshes = {getattr(one, "device_mesh", None) for one in parameters_around(statistics)}
+    meshes = {getattr(one, "device_mesh", None) for one in statistics.parameters_around()}
     if meshes and None not in meshes:
         return Found(_group_of_meshes(meshes))
     holders = around(statistics, replicas)
@@ -249,6 +203,16 @@ def pool(statistics: "Iterable[StepStatistics]") -> None:
         parts = torch.split(total, [len(each) for each in sums])
         for one, part in zip(members, parts, strict=True):
             one.set_pending(part)
+
+
+def update_all(statistics: "Iterable[StepStatistics]") -> None:
+    """Update the running values of the statistics with their pending batches, pooled first."""
+    statistics = list(statistics)
+    pool(statistics)
+    for one in statistics:
+        one.update()
+        if one.has_pending:
+            one.has_pending, one.forwards = False, 0
 
 
 def _check_agreement(name: str, sums: Sequence[Tensor]) -> None:

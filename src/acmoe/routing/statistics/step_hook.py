@@ -16,13 +16,14 @@ first seen, when it gets another parameter group, when another one is gone and w
 or copied. Modules may therefore be copied, pickled, moved and sharded without telling the hook.
 """
 
+import itertools
 import logging
 import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.statistics.over_ranks import world_size
 from acmoe.ops.statistics.pending import replaying
+from acmoe.routing.statistics.group import find_groups, update_all
 from acmoe.routing.statistics.wrappers import instances_of
 
 if TYPE_CHECKING:
@@ -112,8 +114,6 @@ def _autograd_is_compiled() -> bool:
 
 
 def _update(optimizer: Optimizer) -> None:
-    from acmoe.routing.statistics.step import update_all
-
     trained = trained_by(optimizer)
     update_all(_alive(trained.held))
     unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
@@ -164,8 +164,6 @@ def trained_by(optimizer: Optimizer, *, search: bool = False) -> Trained:
 
 
 def _find(optimizer: Optimizer, search: bool) -> tuple[References, References]:
-    from acmoe.routing.statistics.group import find_groups
-
     if _is_share(optimizer):
         return (), ()
     owned = _parameters_of_statistics()
@@ -195,9 +193,16 @@ def _is_share(optimizer: Optimizer) -> bool:
 
 
 def _references(statistics: "Iterable[StepStatistics]") -> References:
-    from acmoe.routing.statistics.step import inner_first
-
     return [weakref.ref(one) for one in inner_first(*statistics)]
+
+
+def inner_first(*modules: nn.Module) -> "Iterator[StepStatistics]":
+    """Yield the statistics in the modules once each, inner ones first.
+
+    An outer scale may be computed from the results of an inner `update`.
+    """
+    found = itertools.chain.from_iterable(reversed(list(each.modules())) for each in modules)
+    return (cast("StepStatistics", one) for one in dict.fromkeys(found) if one in _statistics)
 
 
 def _alive(references: References) -> "Iterator[StepStatistics]":

@@ -31,8 +31,8 @@ from acmoe.models.text.memory import Memory, StreamMemory
 from acmoe.models.text.stage import DecoderStage, cut_blocks
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.routing.process_group import set_statistics_group
 from acmoe.routing.state import Routing
-from acmoe.routing.statistics.group import set_statistics_group
 from acmoe.runtime import autocast
 
 StageOutput = tuple[tuple[Tensor, ...], Memory]
