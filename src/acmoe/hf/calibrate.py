@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.errors import UserError, check
-from acmoe.hf.attach import attached_parts
 from acmoe.hf.checkpoints.statistics import has_statistics
+from acmoe.hf.parts import attached_parts
 from acmoe.ops.statistics.over_ranks import of_each_rank
 from acmoe.routing.statistics import ClusterStatistics
-from acmoe.routing.statistics.group import pooled_groups
-from acmoe.routing.statistics.step import update_all
+from acmoe.routing.statistics.group import pooled_groups, update_all
 
 Model = TypeVar("Model", bound=nn.Module)
 Batch = Tensor | Mapping[str, Any]

@@ -23,8 +23,9 @@ from acmoe.hf.adaptive import AdaptivePart
 from acmoe.hf.checkpoints.adapters import StatisticsBeside, follow_peft
 from acmoe.hf.checkpoints.auto import NAME, PREFIX, register_config, register_model
 from acmoe.hf.checkpoints.conversion import by_module_names
-from acmoe.hf.checkpoints.options import attach_arguments
+from acmoe.hf.checkpoints.options import AttachOptions, read_options
 from acmoe.hf.checkpoints.wrappers import outermost_models
+from acmoe.hf.parts import add_parts
 from acmoe.routing.statistics.step import StepStatistics
 
 _CONFIGS: dict[type[PreTrainedConfig], type[PreTrainedConfig]] = {}  # plain class -> adaptive
@@ -81,8 +82,8 @@ class AdaptiveModelConfig:
 
 
 def _refuse(fields: dict[str, Any], text: str) -> None:
-    """Add the refusal to a config, and to those of its parts that have experts: a plain class of
-    such a part reads that part alone."""
+    """Write the text into a config, and into each sub-config with experts: the plain class of a
+    submodel reads its sub-config alone."""
     fields.update(dict.fromkeys(REFUSED, text))
     for part in fields.values():
         if isinstance(part, dict) and "model_type" in part and any("expert" in key for key in part):
@@ -104,9 +105,7 @@ class AdaptiveModel(StatisticsBeside):
     _auto_class = None
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        from acmoe.hf.attach import attach
-
-        arguments = attach_arguments(config)
+        options = read_options(config)
         nested = _NESTED.get()
         token = _NESTED.set(True)
         try:
@@ -115,12 +114,17 @@ class AdaptiveModel(StatisticsBeside):
             _NESTED.reset(token)
         if not nested:
             _make_parts_plain(self)
-            attach(self, **arguments)  # type: ignore[type-var]
+            assert isinstance(self, nn.Module)
+            add_parts(self, options)
+            adopt(self, options)
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Answer for the plain class: transformers searches the source file of the class, which for
-        this one is not the file of the experts, and would run them by its slow loop, "eager"."""
+        """Return the answer of the plain class.
+
+        transformers searches the source file of a class for experts. The file of this class has
+        none, and the experts would run in transformers' slow loop, "eager".
+        """
         return bool(cls.plain_class._can_set_experts_implementation())
 
     def initialize_weights(self) -> None:
@@ -206,7 +210,7 @@ def _name_of(plain: type[PreTrainedModel]) -> str:
     return sharded + NAME + plain.__name__.removeprefix(sharded)
 
 
-def adopt(model: nn.Module, options: dict[str, Any]) -> None:
+def adopt(model: nn.Module, options: AttachOptions) -> None:
     """Give the attached models in `model` their adaptive classes; write the options to configs."""
     follow_peft()
     for one in outermost_models(model):
@@ -220,7 +224,7 @@ def adopt(model: nn.Module, options: dict[str, Any]) -> None:
             for module in one.modules():
                 if isinstance(module, StepStatistics):
                     setattr(module, INITIALIZED, True)
-        one.config.acmoe = options
+        one.config.acmoe = options.stored()
 
 
 def check_whole(model: nn.Module) -> None:
