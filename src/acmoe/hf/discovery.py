@@ -120,7 +120,10 @@ def _candidates(model: nn.Module) -> Iterator[_Candidate]:
 
 
 def _recorders_above(path: tuple[tuple[str, nn.Module], ...]) -> list[_Recorder]:
-    """Return what the innermost submodel that declares recorders of router logits declares."""
+    """Return the recorders of router logits for the last module of the path.
+
+    They are those of the innermost transformers model around it that declares any.
+    """
     for _, module in reversed(path[:-1]):
         if isinstance(module, PreTrainedModel):
             declared = (getattr(module, "_can_record_outputs", None) or {}).get(KEY)

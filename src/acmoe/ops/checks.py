@@ -84,7 +84,7 @@ def check_count(value: int, name: str) -> None:
 
 
 def check_whole(value: object, name: str) -> None:
-    """Require a whole number of at least 1, as Python's int or what acts as one."""
+    """Require a whole number of at least 1: an int, or an object with `__index__`, as numpy's."""
     whole = hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
     check(whole, f"{name}={value!r}; it must be a whole number")
     check(value >= 1, f"{name}={value}; it must be at least 1")  # type: ignore[operator]

@@ -209,9 +209,10 @@ class Trainer(ABC):
         )
 
     def empty_shards(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
-        """Return empty tensors for those of a checkpoint's tensors that this process needs.
+        """Return uninitialised tensors into which this process loads its part of a checkpoint.
 
-        The checkpoint may come from another number of processes.
+        stored: the shapes and dtypes in the checkpoint, which another number of processes may have
+        written.
         """
         model = {
             MODEL + name: torch.empty_like(value)

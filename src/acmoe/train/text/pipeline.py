@@ -40,7 +40,10 @@ SHARED = "positions"  # the parameter that every stage uses
 
 
 class StageCall(nn.Module):
-    """Calls a stage on a micro-batch with the memory of its streams; keeps what is not sent on."""
+    """Calls a stage on a micro-batch, and keeps its losses, memory and routings in `found`.
+
+    The tensors that it returns are sent to the next stage.
+    """
 
     def __init__(self, stage: DecoderStage, run: RunConfig, device: torch.device) -> None:
         super().__init__()
