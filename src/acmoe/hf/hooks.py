@@ -28,7 +28,7 @@ from acmoe.hf.adaptive import AdaptivePart, LayerContext
 from acmoe.hf.cache import cache_of, store_slots
 from acmoe.hf.checkpoints.wrappers import check_adapter
 from acmoe.hf.tape import KEY, Tape, new_tape
-from acmoe.routing.statistics.step_hook import register_layer
+from acmoe.routing.statistics.registry import register_layer
 
 PLACE = "adaptive"  # name of the part on its router
 

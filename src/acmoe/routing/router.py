@@ -18,7 +18,7 @@ from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.state import Routing, RoutingState, check_num_tokens
 from acmoe.routing.statistics.cache import StatisticsSlot
-from acmoe.routing.statistics.step_hook import Layer
+from acmoe.routing.statistics.registry import Layer
 
 if TYPE_CHECKING:
     from acmoe.routing.next_state import NextState

@@ -120,11 +120,8 @@ class AdaptiveModel(StatisticsBeside):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Return the answer of the plain class.
-
-        transformers searches the source file of a class for experts. The file of this class has
-        none, and the experts would run in transformers' slow loop, "eager".
-        """
+        """Return the answer of the plain class: transformers looks for experts in the source file
+        of the class. Here it would find none, and run them in its slow loop, "eager"."""
         return bool(cls.plain_class._can_set_experts_implementation())
 
     def initialize_weights(self) -> None:

@@ -29,6 +29,7 @@ from acmoe.ops.statistics.over_ranks import (
     of_each_rank,
     world_size,
 )
+from acmoe.routing.statistics.registry import parameters_around
 from acmoe.routing.statistics.wrappers import around, instances_of, meshes_of_shards
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _find(
 ) -> Found | None:
     """Find the group in the device meshes of the layer's parameters, or in one of the replicas."""
     # A DTensor has a mesh; None stands for parameters that every process has whole.
-    meshes = {getattr(one, "device_mesh", None) for one in statistics.parameters_around()}
+    meshes = {getattr(one, "device_mesh", None) for one in parameters_around(statistics)}
     if meshes and None not in meshes:
         return Found(_group_of_meshes(meshes))
     holders = around(statistics, replicas)

@@ -17,7 +17,8 @@ from acmoe.ops.dispatch import log_once
 from acmoe.ops.statistics.over_ranks import world_size
 from acmoe.ops.statistics.pending import replaying
 from acmoe.routing.statistics.group import next_serial, update_all
-from acmoe.routing.statistics.step_hook import inner_first, parameters_around, register_statistics
+from acmoe.routing.statistics.registry import inner_first
+from acmoe.routing.statistics.step_hook import register_statistics
 
 PATIENCE = 200  # training forwards without an update before a warning
 
@@ -131,10 +132,6 @@ class StepStatistics(nn.Module):
         for name, tensor in self.own.items():
             getattr(self, name).copy_(tensor)
             tensor.zero_()
-
-    def parameters_around(self) -> set[nn.Parameter]:
-        """Return the parameters of the layers around these statistics, and their own."""
-        return parameters_around(self)
 
     def update(self) -> None:
         raise NotImplementedError(f"{type(self).__name__} must define update")
