@@ -46,19 +46,19 @@ def check_token_mask(x: Tensor, token_mask: Tensor | None) -> None:
     )
 
 
-def check_range(ids: Tensor, low: int, high: int, name: str) -> None:
-    """Require every id in [low, high)."""
+def check_range(ids: Tensor, low: int, high: int, name: str, more: str = "") -> None:
+    """Require every id in [low, high); `more` ends the message."""
     if torch.compiler.is_compiling() or transforming() or ids.numel() == 0 or ids.is_meta:
         return
     ids = ids.long()  # in uint8 or int8 a bound could overflow
     if ids.device.type != "cpu":
         inside = ((ids >= low) & (ids < high)).all()
-        torch._assert_async(inside, f"{name} holds ids outside [{low}, {high})")
+        torch._assert_async(inside, f"{name} holds ids outside [{low}, {high}){more}")
         return
     least, most = torch.aminmax(ids)
     if least.item() < low or most.item() >= high:
         bad = ids[(ids < low) | (ids >= high)].flatten()[0].item()
-        raise UserError(f"{name} holds id {bad}; ids must lie in [{low}, {high})")
+        raise UserError(f"{name} holds id {bad}; ids must lie in [{low}, {high}){more}")
 
 
 def check_clusters(assignment: Tensor, num_clusters: int) -> None:

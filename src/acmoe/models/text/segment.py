@@ -9,6 +9,7 @@ from torch import Tensor
 from acmoe.errors import check
 from acmoe.models.text.memory import StreamMemory
 from acmoe.ops.checks import check_range
+from acmoe.ops.cross_entropy.op import IGNORED
 
 
 def check_segment(
@@ -41,10 +42,13 @@ def check_segment(
             f"{name} have shape {other is not None and tuple(other.shape)}; tokens have "
             f"{tuple(tokens.shape)}: give one entry per token",
         )
-    for name, ids in (("tokens", tokens), ("targets", targets)):
-        if ids is not None:
-            check_ids(ids, name)
-            check_range(blank_ids(ids, token_mask), 0, vocab_size, name)
+    check_ids(tokens, "tokens")
+    check_range(blank_ids(tokens, token_mask), 0, vocab_size, "tokens")
+    if targets is not None:
+        check_ids(targets, "targets")
+        scored = blank_ids(targets, token_mask).masked_fill(targets == IGNORED, 0)
+        also = f", or be {IGNORED} where a prediction is not scored"
+        check_range(scored, 0, vocab_size, "targets", also)
     if memory is not None:
         check(
             len(memory.hidden) == num_blocks and memory.hidden[0].shape[0] == tokens.shape[0],
