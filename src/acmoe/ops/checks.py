@@ -61,6 +61,19 @@ def check_range(ids: Tensor, low: int, high: int, name: str, more: str = "") -> 
         raise UserError(f"{name} holds id {bad}; ids must lie in [{low}, {high}){more}")
 
 
+def check_one_run(mask_BN: Tensor, name: str, fix: str) -> None:
+    """Require that the True entries of every row follow each other without a gap."""
+    if torch.compiler.is_compiling() or transforming() or mask_BN.is_meta:
+        return
+    before_BN = torch.nn.functional.pad(mask_BN[:, :-1], (1, 0))
+    one_run_B = (mask_BN & ~before_BN).sum(1) <= 1
+    if mask_BN.device.type != "cpu":
+        torch._assert_async(one_run_B.all(), f"{name} has padding between tokens; {fix}")
+    elif not one_run_B.all():
+        row = int((~one_run_B).nonzero()[0])
+        raise UserError(f"{name} has padding between the tokens of row {row}; {fix}")
+
+
 def check_clusters(assignment: Tensor, num_clusters: int) -> None:
     """Require cluster ids from -1 to C - 1, on a CPU only.
 

@@ -24,7 +24,7 @@ from acmoe.models.text.memory import (
     SegmentCaches,
     StreamMemory,
 )
-from acmoe.models.text.segment import blank_ids, check_segment, joined_mask
+from acmoe.models.text.segment import blank_ids, check_padding, check_segment, joined_mask
 from acmoe.models.text.stack import BlockInputs, BlockRunner, run_blocks
 from acmoe.models.unmodified import modified
 from acmoe.ops.cross_entropy.op import IGNORED, chunked_cross_entropy
@@ -106,7 +106,8 @@ class LanguageModel(nn.Module):
                 The full logits are then never materialised.
             memory: from the previous segment's output; None begins new streams.
             token_mask: (B, L) True for real tokens. Padding must be before a stream's first token
-                or after its last; it does not affect results, and its targets are not read.
+                or after its last, also over several segments; it does not affect results, and its
+                targets are not read.
             return_routings: also return each MoE layer's decision.
         """
         self._check(tokens, targets, memory, token_mask)
@@ -265,3 +266,5 @@ class LanguageModel(nn.Module):
             vocab_size=self.config.vocab_size,
             num_blocks=len(self.blocks),
         )
+        masked = self.config.empty_memory == "masked"
+        check_padding(memory, token_mask, tokens, masked=masked)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from acmoe.errors import check
 from acmoe.models.text.memory import StreamMemory
-from acmoe.ops.checks import check_range
+from acmoe.ops.checks import check_one_run, check_range
 from acmoe.ops.cross_entropy.op import IGNORED
 
 
@@ -55,6 +55,20 @@ def check_segment(
             f"memory has {len(memory.hidden)} blocks and {memory.hidden[0].shape[0]} streams, "
             f"this call {num_blocks} and {tokens.shape[0]}; pass these streams' memory",
         )
+
+
+def check_padding(
+    memory: StreamMemory | None, token_mask: Tensor | None, tokens: Tensor, *, masked: bool
+) -> None:
+    """Raise a UserError if padding is between two tokens of a stream.
+
+    Distances between tokens, and so the results, would count it. masked: positions of memory that
+    hold no token are False in its mask; in the published model they are zeros, and not known.
+    """
+    joined = joined_mask(memory, token_mask, tokens) if masked else token_mask
+    if joined is not None:
+        fix = "pad before a stream's first token or after its last, earlier segments included"
+        check_one_run(joined, "token_mask", fix)
 
 
 def check_ids(ids: Tensor, name: str) -> None:
