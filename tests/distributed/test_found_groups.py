@@ -44,6 +44,7 @@ def many(rank: int) -> dict[str, Any]:
         "two groups": two_groups(rank, groups),
         "sharded": train(rank, "fsdp", GLOBAL, losses=UNBALANCED),
         "conditional": conditional(rank),
+        "conditional, wrapped again": conditional_wrapped_again(rank),
         "averaged wrapper": averaged_wrapper(rank),
     }
 
@@ -144,6 +145,26 @@ def conditional(rank: int) -> list[float]:
     return tokens_of(wrapped.module)
 
 
+def conditional_wrapped_again(rank: int) -> list[float]:
+    """Load and wrap a tower anew after each step; rank 1 alone calls its frozen layers.
+
+    Loading drops what a process knows of the layers' batches, and the optimizer stays the same, so
+    that its next step has no reason of its own to look for the group.
+    """
+    tower = Tower()
+    optimizer = torch.optim.SGD(tower.trained.parameters(), lr=0.01)
+    for number in range(3):
+        wrapped = DistributedDataParallel(tower)
+        tokens = data(number, FLOAT) if number > 0 and rank == 1 else None
+        wrapped(torch.ones(2, 6), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del wrapped
+        gc.collect()
+        tower.load_state_dict(tower.state_dict())
+    return tokens_of(tower)
+
+
 def averaged_wrapper(rank: int) -> list[float]:
     """Average the weights on rank 0 alone, in a copy of the wrapper itself."""
     wrapped = DistributedDataParallel(build("adaptive", FLOAT))
@@ -216,6 +237,14 @@ def test_a_process_that_does_not_call_a_frozen_layer_takes_part(two: list[dict[s
     """Three batches of 32 tokens, in three steps of momentum 0.99, wherever each came from."""
     for result in two:
         assert result["conditional"] == pytest.approx([32 * (1 + 0.99 + 0.99**2)] * 2, rel=1e-6)
+
+
+def test_a_process_that_has_not_called_a_frozen_layer_takes_part_in_its_next_wrapper(
+    two: list[dict[str, Any]],
+) -> None:
+    for result in two:
+        found = result["conditional, wrapped again"]
+        assert found == pytest.approx([32 * (1 + 0.99)] * 2, rel=1e-6)
 
 
 def test_one_process_may_average_the_wrapper_alone(two: list[dict[str, Any]]) -> None:

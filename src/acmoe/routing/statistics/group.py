@@ -178,9 +178,16 @@ def _set_found(statistics: "StepStatistics", found: Found) -> None:
 
 
 def _forget_group(reference: "weakref.ref[StepStatistics]") -> None:
+    """Forget a group whose wrapper is gone; the next step looks for another one.
+
+    It looks on every process, also on one that has not called the layer: the others wait for it.
+    """
+    from acmoe.routing.statistics.step_hook import look_again
+
     statistics = reference()
     if statistics is not None and statistics.found_group:
         statistics.forget_found_group()
+        look_again()
 
 
 def _group_of_meshes(meshes: Set[Any]) -> str:

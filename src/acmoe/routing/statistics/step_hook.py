@@ -12,8 +12,9 @@ can be captured in a CUDA graph.
 
 A layer is a module that called `register_layer`: `MoE`, `SoftMoE`, any `Router`. Statistics, layers
 and optimizers are held weakly, and the parameters of a layer are looked up when an optimizer is
-first seen, when it gets another parameter group, when another one is gone and when layers are built
-or copied. Modules may therefore be copied, pickled, moved and sharded without telling the hook.
+first seen, when it gets another parameter group, when another one is gone, when layers are built or
+copied and when a wrapper of torch.distributed around them is gone. Modules may therefore be copied,
+pickled, moved and sharded without telling the hook.
 """
 
 import logging
@@ -67,7 +68,7 @@ _lock = threading.RLock()
 _statistics: "weakref.WeakSet[StepStatistics]" = weakref.WeakSet()
 _layers: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _trained: "weakref.WeakKeyDictionary[Optimizer, Trained]" = weakref.WeakKeyDictionary()
-_changes = 0  # times that the sets above changed since the process began
+_changes = 0  # calls of `look_again` since the process began
 _hooks: list[Any] = []
 
 
@@ -84,9 +85,15 @@ def register_layer(layer: nn.Module) -> None:
 
 
 def _add(registry: "weakref.WeakSet[Any]", module: nn.Module) -> None:
-    global _changes
     with _lock:
         registry.add(module)
+        look_again()
+
+
+def look_again() -> None:
+    """Have the next step of every optimizer look up its statistics and their groups again."""
+    global _changes
+    with _lock:
         _changes += 1
 
 
@@ -151,10 +158,9 @@ def trained_by(optimizer: Optimizer, *, search: bool = False) -> Trained:
 
     search: look among all objects of the process for optimizers that have not stepped yet.
     """
-    global _changes
     with _lock:
         if optimizer not in _trained:
-            _changes += 1  # it may hold parameters that no optimizer held until now
+            look_again()  # it may hold parameters that no optimizer held until now
             _trained[optimizer] = Trained()
         sizes = (len(group["params"]) for group in optimizer.param_groups)
         key = (_changes, len(_trained), *sizes)
