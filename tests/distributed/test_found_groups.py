@@ -26,6 +26,7 @@ from acmoe.routing.statistics.step import StepStatistics
 
 FLOAT = torch.float32
 TOKENS = (320, 960)  # of each process; a cluster of a single one would not count
+OWN = acmoe.AdaptiveConfig()
 GLOBAL = acmoe.AdaptiveConfig(statistics_group="global")
 UNBALANCED = acmoe.LossConfig(balance=0.0)
 
@@ -35,7 +36,9 @@ def many(rank: int) -> dict[str, Any]:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30), dist.group.WORLD)
     groups = [dist.new_group([0]), dist.new_group([1])]
     return {
-        "sharded, searches": searches_of_sharded(rank),  # before there are models of other cases
+        # before there are models of other cases
+        "replicated, searches": [searches_of_replicated(rank, config) for config in (OWN, GLOBAL)],
+        "sharded, searches": searches_of_sharded(rank),
         "frozen objects": after_freeze(rank),
         "copied": moved(rank, groups, copy.deepcopy),
         "pickled": moved(rank, groups, lambda model: pickle.loads(pickle.dumps(model))),
@@ -179,11 +182,25 @@ def averaged_wrapper(rank: int) -> list[float]:
 
 def searches_of_sharded(rank: int) -> int:
     """Return how often a step of a sharded model lists all objects of the process."""
+    gc.collect()
     model = build("adaptive", FLOAT)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with mock.patch("gc.get_objects", wraps=gc.get_objects) as listed:
         step(rank, model, optimizer)
+    return listed.call_count
+
+
+def searches_of_replicated(rank: int, config: acmoe.AdaptiveConfig) -> int:
+    """Return how often the first step of a replica of two layers lists all objects."""
+    gc.collect()
+    model = build(config, FLOAT)
+    assert len(tokens_of(model)) == 2
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with mock.patch("gc.get_objects", wraps=gc.get_objects) as listed:
+        step(rank, wrapped, optimizer)
+    assert tokens_of(model) == [sum(TOKENS)] * 2
     return listed.call_count
 
 
@@ -231,6 +248,11 @@ def test_global_statistics_find_the_mesh_while_parameters_are_whole(
 def test_sharded_parameters_name_their_group_without_a_search(two: list[dict[str, Any]]) -> None:
     """To list all objects takes up to 0.3 s, for each layer."""
     assert [one["sharded, searches"] for one in two] == [0, 0]
+
+
+def test_one_search_finds_the_replica_of_all_layers(two: list[dict[str, Any]]) -> None:
+    for result in two:
+        assert result["replicated, searches"] == [1, 1]
 
 
 def test_a_process_that_does_not_call_a_frozen_layer_takes_part(two: list[dict[str, Any]]) -> None:

@@ -30,7 +30,7 @@ from acmoe.ops.statistics.over_ranks import (
     of_each_rank,
     world_size,
 )
-from acmoe.routing.statistics.wrappers import around, instances_of, meshes_of_shards
+from acmoe.routing.statistics.wrappers import Replicas, around, meshes_of_shards
 
 if TYPE_CHECKING:
     from acmoe.routing.statistics.step import StepStatistics
@@ -94,8 +94,12 @@ def group_of(statistics: "StepStatistics") -> str:
 
 @_disable_dynamo  # torch.compile breaks its graph here; it cannot trace the garbage collector
 def _look_up(statistics: "StepStatistics") -> str:
-    """Find the group of these statistics, and keep it."""
-    found = _find(statistics, _replicas()) or _find_shards(statistics)
+    """Find the group of these statistics, and keep it.
+
+    The same list of replicas gives the groups of all layers in the same replica.
+    """
+    replicas = Replicas()
+    found = _find(statistics, replicas) or _find_shards(statistics)
     if found is None:
         raise UserError(
             f"running statistics: torch.distributed runs {world_size()} processes, and the model "
@@ -105,6 +109,7 @@ def _look_up(statistics: "StepStatistics") -> str:
             "model of its own"
         )
     _set_found(statistics, found)
+    _find_each(_inside(found.wrappers), replicas)
     return found.name
 
 
@@ -119,16 +124,28 @@ def find_groups(statistics: "Iterable[StepStatistics]", trained: Set[int]) -> No
     unknown = [one for one in statistics if one.group_name is None]
     if world_size() == 1 or not unknown:
         return
-    replicas = [
-        one
-        for one in instances_of(DistributedDataParallel)
-        if not trained.isdisjoint(map(id, one.parameters()))
-    ]
-    for one in unknown:
+    replicas = [one for one in Replicas() if not trained.isdisjoint(map(id, one.parameters()))]
+    _find_each(unknown, replicas)
+
+
+def _find_each(
+    statistics: "Iterable[StepStatistics]", replicas: Iterable[DistributedDataParallel]
+) -> None:
+    """Give statistics without a group the one of their replicas, if they are in one."""
+    for one in statistics:
         with suppress(UserError):  # `group_of` raises it if the group is needed
-            found = _find(one, replicas)
+            found = _find(one, replicas) if one.group_name is None else None
             if found is not None:
                 _set_found(one, found)
+
+
+def _inside(wrappers: Iterable[nn.Module]) -> "Iterator[StepStatistics]":
+    """Yield the statistics of all layers in the wrappers."""
+    from acmoe.routing.statistics.step import StepStatistics
+
+    for module in itertools.chain.from_iterable(one.modules() for one in wrappers):
+        if isinstance(module, StepStatistics):
+            yield module
 
 
 def pooled_groups(statistics: "Iterable[StepStatistics]") -> list[str]:
@@ -136,16 +153,11 @@ def pooled_groups(statistics: "Iterable[StepStatistics]") -> list[str]:
     return sorted({group_of(one) for one in statistics if one.pools} - {ALONE})
 
 
-def _replicas() -> Iterator[DistributedDataParallel]:
-    """Look for the replicas when the first is asked for: DTensors name their group without that."""
-    yield from instances_of(DistributedDataParallel)
-
-
 class Found(NamedTuple):
     """The group by which a training loop averages the gradients of a layer."""
 
     name: str
-    wrappers: Sequence[object] = ()  # the group is known from these, as long as they exist
+    wrappers: Sequence[nn.Module] = ()  # the group is known from these, as long as they exist
 
 
 def _find(
