@@ -13,12 +13,12 @@ function to call, because copies that drift apart would go unnoticed.
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,8 +29,8 @@ from acmoe.ops.statistics.over_ranks import (
     of_each_rank,
     world_size,
 )
-from acmoe.routing.statistics.registry import parameters_around
-from acmoe.routing.statistics.wrappers import around, instances_of, meshes_of_shards
+from acmoe.routing.statistics.registry import inner_first, look_again, parameters_around
+from acmoe.routing.statistics.wrappers import Replicas, around, meshes_of_shards
 
 if TYPE_CHECKING:
     from acmoe.routing.statistics.step import StepStatistics
@@ -51,8 +51,12 @@ def group_of(statistics: "StepStatistics") -> str:
 
 @_disable_dynamo  # torch.compile breaks its graph here; it cannot trace the garbage collector
 def _look_up(statistics: "StepStatistics") -> str:
-    """Find the group of these statistics, and keep it."""
-    found = _find(statistics, _replicas()) or _find_shards(statistics)
+    """Find the group of these statistics, and keep it.
+
+    The same list of replicas gives the groups of all layers in the same replica.
+    """
+    replicas = Replicas()
+    found = _find(statistics, replicas) or _find_shards(statistics)
     if found is None:
         raise UserError(
             f"running statistics: torch.distributed runs {world_size()} processes, and the model "
@@ -62,6 +66,7 @@ def _look_up(statistics: "StepStatistics") -> str:
             "model of its own"
         )
     _set_found(statistics, found)
+    _find_each(inner_first(*found.wrappers), replicas)
     return found.name
 
 
@@ -76,14 +81,17 @@ def find_groups(statistics: "Iterable[StepStatistics]", trained: Set[int]) -> No
     unknown = [one for one in statistics if one.group_name is None]
     if world_size() == 1 or not unknown:
         return
-    replicas = [
-        one
-        for one in instances_of(DistributedDataParallel)
-        if not trained.isdisjoint(map(id, one.parameters()))
-    ]
-    for one in unknown:
+    replicas = [one for one in Replicas() if not trained.isdisjoint(map(id, one.parameters()))]
+    _find_each(unknown, replicas)
+
+
+def _find_each(
+    statistics: "Iterable[StepStatistics]", replicas: Iterable[DistributedDataParallel]
+) -> None:
+    """Give statistics without a group the one of their replicas, if they are in one."""
+    for one in statistics:
         with suppress(UserError):  # `group_of` raises it if the group is needed
-            found = _find(one, replicas)
+            found = _find(one, replicas) if one.group_name is None else None
             if found is not None:
                 _set_found(one, found)
 
@@ -93,16 +101,11 @@ def pooled_groups(statistics: "Iterable[StepStatistics]") -> list[str]:
     return sorted({group_of(one) for one in statistics if one.pools} - {ALONE})
 
 
-def _replicas() -> Iterator[DistributedDataParallel]:
-    """Look for the replicas when the first is asked for: DTensors name their group without that."""
-    yield from instances_of(DistributedDataParallel)
-
-
 class Found(NamedTuple):
     """The group by which a training loop averages the gradients of a layer."""
 
     name: str
-    wrappers: Sequence[object] = ()  # the group is known from these, as long as they exist
+    wrappers: Sequence[nn.Module] = ()  # the group is known from these, as long as they exist
 
 
 def _find(
@@ -133,9 +136,14 @@ def _set_found(statistics: "StepStatistics", found: Found) -> None:
 
 
 def _forget_group(reference: "weakref.ref[StepStatistics]") -> None:
+    """Forget a group whose wrapper is gone; the next step looks for another one.
+
+    It looks on every process, also on one that has not called the layer: the others wait for it.
+    """
     statistics = reference()
     if statistics is not None and statistics.found_group:
         statistics.forget_found_group()
+        look_again()
 
 
 def _group_of_meshes(meshes: Set[Any]) -> str:

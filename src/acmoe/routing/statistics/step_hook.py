@@ -12,8 +12,9 @@ can be captured in a CUDA graph.
 
 A layer is a module that called `register_layer`: `MoE`, `SoftMoE`, any `Router`. Statistics, layers
 and optimizers are held weakly, and the parameters of a layer are looked up when an optimizer is
-first seen, when it gets another parameter group, when another one is gone and when layers are built
-or copied. Modules may therefore be copied, pickled, moved and sharded without telling the hook.
+first seen, when it gets another parameter group, when another one is gone, when layers are built or
+copied and when a wrapper of torch.distributed around them is gone. Modules may therefore be copied,
+pickled, moved and sharded without telling the hook.
 """
 
 import logging
