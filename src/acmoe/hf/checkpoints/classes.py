@@ -132,6 +132,16 @@ class AdaptiveModel(StatisticsBeside):
         for one in new:
             _reset_missing(one)
 
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the part of `generate` that drafts tokens, as for the plain class: an assistant of
+        Gemma 4 asks whether the name of the model's class begins with "Gemma4"."""
+        kind = type(self)
+        try:
+            self.__class__ = self.plain_class
+            return self._get_candidate_generator(*args, **kwargs)
+        finally:
+            self.__class__ = kind
+
     def load_state_dict(
         self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
