@@ -25,6 +25,7 @@ from acmoe.hf.hooks import (
     after_router,
     before_router,
     check_arguments,
+    layer_numbers,
 )
 from acmoe.hf.placement import adaptive_routers
 from acmoe.ops.dispatch import log_once
@@ -135,7 +136,8 @@ def _attach_stack(stack: RouterStack, parts: dict[int, AdaptivePart]) -> None:
         if own:
             _keep(layer, layer.register_forward_hook(AfterLayer(own), always_call=True))
     own, module = tuple(parts.values()), stack.stack
-    new, end = BeforeStack(stack.name, module, own), AfterStack(stack.name, own)
+    new = BeforeStack(stack.name, module, own)
+    end = AfterStack(stack.name, own, layer_numbers(stack))
     _keep(module, module.register_forward_pre_hook(new, with_kwargs=True))
     _keep(module, module.register_forward_hook(end, with_kwargs=True))
 

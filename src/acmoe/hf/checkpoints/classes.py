@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -61,8 +62,8 @@ class AdaptiveModelConfig:
         know, and prints their names.
         """
         fields = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
-        name = (getattr(self, "architectures", None) or [f"a {type(self).__name__} model"])[0]
-        _refuse(fields, REFUSAL + f", or as acmoe.hf.{name}")
+        name = (getattr(self, "architectures", None) or [""])[0]
+        _refuse(fields, f"{REFUSAL}, or {_by_class(name)}")
         text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
         Path(json_file_path).write_text(text, encoding="utf-8")
 
@@ -79,6 +80,13 @@ class AdaptiveModelConfig:
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Return the config without the fields by which plain classes refuse it."""
         return super().from_dict(_without_refusal(config_dict), **kwargs)  # type: ignore[misc]
+
+
+def _by_class(name: str) -> str:
+    """Say how to load a model by its adaptive class; acmoe.hf has those of transformers' models."""
+    plain = name.removeprefix(NAME)
+    known = hasattr(transformers, plain)
+    return f"as acmoe.hf.{name}" if known else f"by acmoe.hf.adaptive_class({plain or 'ItsClass'})"
 
 
 def _refuse(fields: dict[str, Any], text: str) -> None:
@@ -132,6 +140,16 @@ class AdaptiveModel(StatisticsBeside):
         super().initialize_weights()  # type: ignore[misc]
         for one in new:
             _reset_missing(one)
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the part of `generate` that drafts tokens, as for the plain class: an assistant of
+        Gemma 4 asks whether the name of the model's class begins with "Gemma4"."""
+        kind = type(self)
+        try:
+            self.__class__ = self.plain_class
+            return self._get_candidate_generator(*args, **kwargs)
+        finally:
+            self.__class__ = kind
 
     def load_state_dict(
         self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False
