@@ -22,6 +22,23 @@ class Import(NamedTuple):
     level: int  # dots of a relative import
 
     @property
+    def module(self) -> str:
+        """The module that imports."""
+        return module_of(self.file)
+
+    @property
+    def loaded(self) -> set[str]:
+        """The modules of acmoe that this import loads: the one it names, and packages around it.
+
+        Packages around the importing module are loaded already.
+        """
+        named = self.name if self.name in modules() else self.name.rpartition(".")[0]
+        parts = named.split(".")
+        around = {".".join(parts[:count]) for count in range(1, len(parts))}
+        around = {each for each in around if not f"{self.module}.".startswith(f"{each}.")}
+        return {named, *around} & modules()
+
+    @property
     def package(self) -> str:
         return self.file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
@@ -33,6 +50,16 @@ class Import(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file.relative_to(PROJECT)}:{self.line} imports {self.name}"
+
+
+def module_of(file: Path) -> str:
+    """The name by which a file of src/acmoe is imported."""
+    return ".".join(file.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+@functools.cache
+def modules() -> set[str]:
+    return {module_of(file) for file in FILES}
 
 
 def imports_in(file: Path) -> Iterator[Import]:

@@ -6,6 +6,7 @@ the rules for packages of others.
 
 import ast
 import functools
+import graphlib
 import re
 
 import pytest
@@ -104,6 +105,24 @@ def test_inside_the_library_acmoe_itself_gives_its_version_only() -> None:
             assert known, f"{one} through acmoe itself; import it from its package"
 
 
+def test_no_module_imports_in_a_circle() -> None:
+    """Neither when it is imported nor inside its functions.
+
+    Two kinds of import are left out. Those for types alone never run. Those of `acmoe` itself are
+    for its version, which functions read after all imports (the test above).
+    """
+    imported: dict[str, set[str]] = {}
+    for one in every_import():
+        if not one.for_types:
+            imported.setdefault(one.module, set()).update(one.loaded - {"acmoe"})
+    circle: list[str] = []
+    try:
+        graphlib.TopologicalSorter(imported).prepare()
+    except graphlib.CycleError as error:
+        circle = error.args[1][::-1]  # it lists each module after one that it imports
+    assert not circle, " imports ".join(circle)
+
+
 def test_imports_are_absolute() -> None:
     wrong = [one for one in every_import() if one.level > 0]
     assert not wrong, described(wrong)
@@ -159,15 +178,12 @@ def test_modules_beside_the_kernels_load_triton_inside_functions_alone() -> None
     at_import: dict[str, set[str]] = {}
     for one in every_import():
         if not (one.deferred or one.for_types):
-            module = ".".join(("acmoe", *one.file.relative_to(SOURCE).with_suffix("").parts))
-            at_import.setdefault(module, set()).update((one.name, one.name.rpartition(".")[0]))
+            others = {one.name.split(".")[0]} & {"triton"}
+            at_import.setdefault(one.module, set()).update(one.loaded - {"acmoe"}, others)
 
     @functools.cache
     def loads_triton(module: str) -> bool:
-        read = at_import.get(module, set())
-        return any(name.split(".")[0] == "triton" for name in read) or any(
-            loads_triton(name) for name in read if name in at_import and name != module
-        )
+        return module == "triton" or any(map(loads_triton, at_import.get(module, ())))
 
     kernels = {"triton", "hopper", "device"}
     wrong = [

@@ -43,9 +43,9 @@ from acmoe.ops.statistics.scale import cluster_scale
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.build import build_router
 from acmoe.routing.layer_plan import LayerPlan, adaptive_depths, place, plan_layers
+from acmoe.routing.process_group import set_statistics_group
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState
-from acmoe.routing.statistics.group import set_statistics_group
 from acmoe.routing.statistics.override import override_statistics
 from acmoe.routing.statistics.step import fold_statistics
 

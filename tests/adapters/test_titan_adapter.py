@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from acmoe.errors import UserError
-from acmoe.routing.statistics.step_hook import parameters_around
+from acmoe.routing.statistics.registry import parameters_around
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: pip install 'acmoe[titan]'")
 pytestmark = pytest.mark.filterwarnings("default")  # warnings of torchtitan and its packages

@@ -83,6 +83,28 @@ def test_unequal_numbers_of_batches_raise_on_every_process(tmp_path: Path) -> No
         assert says.startswith("batches: rank 0 has 1, and other processes have more")
 
 
+def with_padding(rank: int) -> tuple[list[torch.Tensor], str]:
+    """Calibrate by a batch that is padding on rank 1, then by one that is padding on both."""
+    model = attached()
+    acmoe.set_statistics_group(model, dist.group.WORLD)
+    ones, zeros = torch.ones_like(batch(0)), torch.zeros_like(batch(0))
+    acmoe.calibrate(model, [{"input_ids": batch(0), "attention_mask": zeros if rank else ones}])
+    found = [one.clone() for one in averages(model)]
+    with pytest.raises(UserError) as error:
+        acmoe.calibrate(model, [{"input_ids": batch(0), "attention_mask": zeros}])
+    return found, str(error.value)
+
+
+@pytest.mark.slow
+def test_a_batch_of_padding_raises_on_every_process_if_no_process_has_a_token(
+    tmp_path: Path,
+) -> None:
+    alone = averages(acmoe.calibrate(attached(), [batch(0)]))
+    for found, says in in_ranks(2, with_padding, folder=tmp_path):
+        assert all(map(torch.equal, found, alone))
+        assert says.startswith("batches: number 1 is padding alone")
+
+
 @pytest.mark.slow
 def test_every_process_has_the_averages_over_the_tokens_of_all(tmp_path: Path) -> None:
     first, second = in_ranks(2, on_rank, folder=tmp_path)

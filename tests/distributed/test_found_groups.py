@@ -26,6 +26,7 @@ from acmoe.routing.statistics.step import StepStatistics
 
 FLOAT = torch.float32
 TOKENS = (320, 960)  # of each process; a cluster of a single one would not count
+OWN = acmoe.AdaptiveConfig()
 GLOBAL = acmoe.AdaptiveConfig(statistics_group="global")
 UNBALANCED = acmoe.LossConfig(balance=0.0)
 
@@ -35,7 +36,9 @@ def many(rank: int) -> dict[str, Any]:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30), dist.group.WORLD)
     groups = [dist.new_group([0]), dist.new_group([1])]
     return {
-        "sharded, searches": searches_of_sharded(rank),  # before there are models of other cases
+        # before there are models of other cases
+        "replicated, searches": [searches_of_replicated(rank, config) for config in (OWN, GLOBAL)],
+        "sharded, searches": searches_of_sharded(rank),
         "frozen objects": after_freeze(rank),
         "copied": moved(rank, groups, copy.deepcopy),
         "pickled": moved(rank, groups, lambda model: pickle.loads(pickle.dumps(model))),
@@ -44,6 +47,7 @@ def many(rank: int) -> dict[str, Any]:
         "two groups": two_groups(rank, groups),
         "sharded": train(rank, "fsdp", GLOBAL, losses=UNBALANCED),
         "conditional": conditional(rank),
+        "conditional, wrapped again": conditional_wrapped_again(rank),
         "averaged wrapper": averaged_wrapper(rank),
     }
 
@@ -144,6 +148,26 @@ def conditional(rank: int) -> list[float]:
     return tokens_of(wrapped.module)
 
 
+def conditional_wrapped_again(rank: int) -> list[float]:
+    """Load and wrap a tower anew after each step; rank 1 alone calls its frozen layers.
+
+    Loading drops what a process knows of the layers' batches, and the optimizer stays the same, so
+    that its next step has no reason of its own to look for the group.
+    """
+    tower = Tower()
+    optimizer = torch.optim.SGD(tower.trained.parameters(), lr=0.01)
+    for number in range(3):
+        wrapped = DistributedDataParallel(tower)
+        tokens = data(number, FLOAT) if number > 0 and rank == 1 else None
+        wrapped(torch.ones(2, 6), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del wrapped
+        gc.collect()
+        tower.load_state_dict(tower.state_dict())
+    return tokens_of(tower)
+
+
 def averaged_wrapper(rank: int) -> list[float]:
     """Average the weights on rank 0 alone, in a copy of the wrapper itself."""
     wrapped = DistributedDataParallel(build("adaptive", FLOAT))
@@ -158,11 +182,25 @@ def averaged_wrapper(rank: int) -> list[float]:
 
 def searches_of_sharded(rank: int) -> int:
     """Return how often a step of a sharded model lists all objects of the process."""
+    gc.collect()
     model = build("adaptive", FLOAT)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with mock.patch("gc.get_objects", wraps=gc.get_objects) as listed:
         step(rank, model, optimizer)
+    return listed.call_count
+
+
+def searches_of_replicated(rank: int, config: acmoe.AdaptiveConfig) -> int:
+    """Return how often the first step of a replica of two layers lists all objects."""
+    gc.collect()
+    model = build(config, FLOAT)
+    assert len(tokens_of(model)) == 2
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with mock.patch("gc.get_objects", wraps=gc.get_objects) as listed:
+        step(rank, wrapped, optimizer)
+    assert tokens_of(model) == [sum(TOKENS)] * 2
     return listed.call_count
 
 
@@ -212,10 +250,23 @@ def test_sharded_parameters_name_their_group_without_a_search(two: list[dict[str
     assert [one["sharded, searches"] for one in two] == [0, 0]
 
 
+def test_one_search_finds_the_replica_of_all_layers(two: list[dict[str, Any]]) -> None:
+    for result in two:
+        assert result["replicated, searches"] == [1, 1]
+
+
 def test_a_process_that_does_not_call_a_frozen_layer_takes_part(two: list[dict[str, Any]]) -> None:
     """Three batches of 32 tokens, in three steps of momentum 0.99, wherever each came from."""
     for result in two:
         assert result["conditional"] == pytest.approx([32 * (1 + 0.99 + 0.99**2)] * 2, rel=1e-6)
+
+
+def test_a_process_that_has_not_called_a_frozen_layer_takes_part_in_its_next_wrapper(
+    two: list[dict[str, Any]],
+) -> None:
+    for result in two:
+        found = result["conditional, wrapped again"]
+        assert found == pytest.approx([32 * (1 + 0.99)] * 2, rel=1e-6)
 
 
 def test_one_process_may_average_the_wrapper_alone(two: list[dict[str, Any]]) -> None:

@@ -22,7 +22,7 @@ from acmoe.distributed import start
 from acmoe.evaluate.run import checkpoints
 from acmoe.train.run import Summary
 from acmoe.train.text import TextTrainer
-from tiny_runs import byte_corpus, records
+from tiny_runs import records
 
 Runs = dict[str, list[str]]
 
@@ -97,14 +97,6 @@ def assert_same_run(found: Path, expected: Path) -> None:
             if not key.startswith("rng/"):
                 near = {"rtol": 1e-9, "atol": 1e-12}
                 torch.testing.assert_close({**tensors, **weights}[key], value, **near)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("runs")
-    byte_corpus(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -19,15 +19,7 @@ from acmoe.distributed import start
 from acmoe.models.registry import AFTER_BUILD
 from acmoe.runtime import seeded
 from acmoe.train.text import TextTrainer, checked_corpus, text_trainer
-from tiny_runs import byte_corpus, records, tiny_run
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("runs")
-    byte_corpus(folder)
-    return folder
+from tiny_runs import records, tiny_run
 
 
 def shares_and_stages(rank: int, folder: Path, free: list[int]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from acmoe.evaluate.run import checkpoints, open_image_run
 from acmoe.train.run import Summary, train, train_images
 from acmoe.train.text import TextTrainer, checked_corpus
 from slow_cases import mostly_slow
-from tiny_runs import QUIET, byte_corpus, records, tiny_run
+from tiny_runs import QUIET, records, tiny_run
 from tiny_vision_runs import tiny_vision_run
 
 # Two micro-batches, gradients clipped. Without dropout: every process draws its own.
@@ -145,15 +145,8 @@ def raising_hook(module: Any, arguments: Any, output: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
     """Return the results of both processes; `alone` and `alone-two` were begun by one process."""
-    torch.set_num_threads(1)
-    byte_corpus(folder)
     train(tiny_run(folder / "corpus", *GLOBAL), folder / "alone", console=QUIET)
     half_of(folder / "alone", folder / "alone-two")
     return launch_often(2, many, folder, folder=folder / "results")

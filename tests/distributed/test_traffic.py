@@ -22,7 +22,7 @@ import acmoe
 from acmoe.distributed.experts_ddp import REPLICA_OPTIONS
 from acmoe.distributed.traffic import CountTraffic, wire_bytes
 from acmoe.lab.bench.scaling import ddp_bytes, fsdp_bytes, global_bytes, pooled_bytes
-from acmoe.routing.statistics import group, step_hook
+from acmoe.routing.statistics import group, registry
 
 LAYERS = 2
 # Two layers with 4 clusters of 6 features: counts and sums are 4 x 7 numbers, deviations 4 x 6.
@@ -33,8 +33,8 @@ BALANCE = LAYERS * 5 * 4  # the load of 4 experts and the number of tokens, in e
 @pytest.fixture
 def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # A model that a fixture of another file still holds would pool its statistics, too.
-    for registry in ("_statistics", "_layers"):
-        monkeypatch.setattr(step_hook, registry, WeakSet())
+    for name in ("_statistics", "_layers"):
+        monkeypatch.setattr(registry, name, WeakSet())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     group._agreed.clear()
     yield

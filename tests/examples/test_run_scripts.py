@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from started import fork_server
 from torch import nn
 from torch.nn import functional
 
@@ -94,25 +95,49 @@ def test_both_routers_learn_and_lose_accuracy_under_attack():
         assert row["pgd"] < row["clean"]
 
 
-def test_a_router_of_one_s_own_is_compared_and_has_the_balance_loss(tmp_path):
-    """In a process of its own: the script adds its study to the library's table of studies."""
-    script = [sys.executable, str(ROOT / "examples" / "own_study.py")]
-    small = ("--steps", "2", "--tokens", "512", "--megabytes", "0.2", "--seeds", "0")
-    subprocess.run([*script, *small, "--only", "adaptive-tempered"], check=True)
+SMALL = ("--steps", "2", "--tokens", "512", "--megabytes", "0.2", "--seeds", "0")
+ONE = ("--only", "adaptive-tempered")
+
+
+def compare_own_router(sender):
+    """Send the auxiliary loss of the example's router, then run a cell of its study."""
+    import own_study
+
+    import acmoe
+    from acmoe.lab.study import pool
+
+    router = own_study.TemperedConfig()
+    moe = acmoe.MoE(dim=4, hidden=4, num_experts=2, top_k=2, router=router)
+    sender.send(moe(torch.randn(6, 4))[1].aux_loss.item())
+    pool._SPAWN = fork_server()
+    own_study.main(["study", "tempered", *SMALL, *ONE])
+
+
+def check_record():
     (record,) = map(json.loads, Path("studies/records/tempered.jsonl").read_text().splitlines())
     assert (record["study"], record["condition"], record["status"]) == (
         *("tempered", "adaptive-tempered"),
         "done",
     )
     assert record["config"]["model"]["router"]["base"] == {"name": "tempered", "start": 1.0}
-    balance = (
-        "import own_study, acmoe, torch\n"
-        "router = own_study.TemperedConfig()\n"
-        "moe = acmoe.MoE(dim=4, hidden=4, num_experts=2, top_k=2, router=router)\n"
-        "print(moe(torch.randn(6, 4))[1].aux_loss.item())"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", balance], cwd=ROOT / "examples", capture_output=True, check=True
-    )
+
+
+def test_a_router_of_one_s_own_is_compared_and_has_the_balance_loss():
+    """In a process of its own: the script adds its study to the library's table of studies."""
+    forks = fork_server()
+    receiver, sender = forks.Pipe(duplex=False)
+    process = forks.Process(target=compare_own_router, args=(sender,))
+    process.start()
+    sender.close()
     # With both of two experts chosen by every token: 0.01 * 2 * sum of 1/2 * P_e = 0.01.
-    assert float(found.stdout) == pytest.approx(0.01)
+    assert receiver.recv() == pytest.approx(0.01)
+    process.join()
+    check_record()
+
+
+@pytest.mark.slow
+def test_the_script_of_a_study_of_one_s_own_runs_as_a_command():
+    """Its worker imports the script once more."""
+    script = [sys.executable, str(ROOT / "examples" / "own_study.py")]
+    subprocess.run([*script, *SMALL, *ONE], check=True)
+    check_record()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import acmoe
 from acmoe import AdaptiveConfig
-from acmoe.hf.attach import attached_parts
+from acmoe.hf.parts import attached_parts
 from acmoe.routing.statistics import ClusterStatistics
 
 CLOSE = {"atol": 2e-6, "rtol": 0}  # rounding of the experts' GEMMs, in another order

@@ -41,10 +41,13 @@ few that do not, and `acmoe.hf.register_family` adds one:
 from acmoe.hf import register_family
 
 register_family("MyRouter", scores=1, ids=0)  # a router that returns (ids, logits)
+register_family("Linear", ends_with="mlp.gate")  # an nn.Linear of this name, which returns logits
 ```
 
-The `forward` of such a model must take `**kwargs` and pass them on to each of its layers, as
-transformers' own models do: in them the layers get the record of the call.
+The router must be a module of its own: the input of a product that is written in the code of the
+block cannot be rescaled from outside. The `forward` of such a model must take `**kwargs` and pass
+them on to each of its layers, as transformers' own models do: in them the layers get the record of
+the call.
 
 This page is written by `PYTHONPATH=src python tests/hf/families_page.py >
 docs/huggingface-families.md` from tiny random models, which

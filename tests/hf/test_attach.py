@@ -17,7 +17,7 @@ import acmoe
 from acmoe import AdaptiveConfig, RoutingState, UserError
 from acmoe.hf import AcmoeConfig, AcmoeForCausalLM
 from acmoe.hf.adaptive import AdaptivePart, first_choice, state_on
-from acmoe.hf.attach import attached_parts
+from acmoe.hf.parts import attached_parts
 from acmoe.lab.variants import VariantConfig
 
 

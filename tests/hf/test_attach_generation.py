@@ -9,6 +9,7 @@ from attached import CLOSE, ids, left_padded, logits, measured
 from torch import Tensor
 from transformers import DynamicCache
 
+import acmoe
 from acmoe import UserError
 
 
@@ -41,6 +42,41 @@ def test_assisted_decoding_is_right_for_running_and_refused_for_prefix_statistic
     )
     with pytest.raises(UserError, match="statistics='prefix' cannot be cropped"):
         generated(measured(statistics="prefix"), tokens, prompt_lookup_num_tokens=2)
+
+
+def test_drafts_of_the_first_layers_are_right_for_running_and_refused_for_prefix() -> None:
+    """For a draft transformers lowers `config.num_hidden_layers`, and leaves it so at an error."""
+    model, tokens = measured(), ids(1, 12)
+    assert torch.equal(generated(model, tokens, assistant_early_exit=2), generated(model, tokens))
+    with torch.no_grad():
+        states = model(input_ids=tokens, output_hidden_states=True).hidden_states
+        second = model.lm_head(model.model.norm(states[2]))
+    model.config.num_hidden_layers = 2
+    torch.testing.assert_close(logits(model, input_ids=tokens), second, **CLOSE)
+
+    model = measured(statistics="prefix")
+    message = r"num_hidden_layers=2 leaves out model.layers.2.mlp.gate .* not 'prefix'; set it back"
+    with pytest.raises(UserError, match=message):
+        generated(model, tokens, assistant_early_exit=2)
+    with pytest.raises(UserError, match=message):
+        generated(model, tokens)
+    model.config.num_hidden_layers = 4
+    assert generated(model, tokens).shape == (1, 17)
+
+
+def test_an_assistant_of_gemma_4_drafts_for_an_attached_model() -> None:
+    """It asks whether the name of the class of its target begins with Gemma4."""
+    transformers = pytest.importorskip("transformers", "5.22")
+    model, tokens = measured("gemma4"), ids(1, 12)
+    text = acmoe.detach(measured("gemma4")).config
+    text.update({"enable_moe_block": False, "num_kv_shared_layers": text.num_hidden_layers})
+    text.update({"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0})
+    config = transformers.Gemma4AssistantConfig(text_config=text, backbone_hidden_size=32)
+    assistant = transformers.Gemma4AssistantForCausalLM(config).eval()
+    assistant.generation_config.num_assistant_tokens = 3
+    found = generated(model, tokens, assistant_model=assistant)
+    assert torch.equal(found, generated(model, tokens))
+    assert type(model).__name__ == "AdaptiveGemma4ForCausalLM"
 
 
 def test_a_static_cache_serves_running_statistics_and_is_refused_for_prefix() -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import acmoe
 import acmoe.hf
 from acmoe import AdaptiveConfig, UserError
-from acmoe.hf.attach import attached_parts
 from acmoe.hf.blend import Blend
 from acmoe.hf.discovery import find_stacks
+from acmoe.hf.parts import attached_parts
 
 
 def gradients(model: nn.Module) -> Tensor:

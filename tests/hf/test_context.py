@@ -16,8 +16,8 @@ from small_models import build
 import acmoe
 from acmoe import UserError
 from acmoe.hf.adaptive import AdaptivePart, LayerContext
-from acmoe.hf.attach import attached_parts
-from acmoe.hf.hooks import close_context, context_of, open_context
+from acmoe.hf.contexts import close_context, context_of, open_context
+from acmoe.hf.parts import attached_parts
 from acmoe.hf.tape import Tape
 
 OUTSIDE = "was called outside of its decoder layer"

@@ -17,9 +17,9 @@ from acmoe.analyze.huggingface import sample_model
 from acmoe.analyze.record import RoutingRecord
 from acmoe.errors import UserError
 from acmoe.hf import AcmoeConfig, AcmoeForCausalLM
-from acmoe.hf.attach import attached_parts
 from acmoe.hf.discovery import find_stacks
 from acmoe.hf.observe import observed
+from acmoe.hf.parts import attached_parts
 
 TOKENS = ids(batch=3, length=40)
 

@@ -12,6 +12,7 @@ from small_models import build
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 import acmoe
+from acmoe.hf import adaptive_class
 from acmoe.hf.checkpoints import auto, plain_load
 
 
@@ -35,6 +36,20 @@ def test_a_plain_class_refuses_the_checkpoint_and_says_how_to_load_it(tmp_path: 
     acmoe.detach(loaded).save_pretrained(tmp_path / "plain")
     plain = MixtralForCausalLM.from_pretrained(tmp_path / "plain")
     assert torch.equal(plain.lm_head.weight, model.lm_head.weight)
+
+
+class OwnMixtral(MixtralForCausalLM):
+    """A class that is not in transformers, nor in any Auto class."""
+
+
+def test_a_class_of_ones_own_refuses_the_checkpoint_and_names_a_way_that_works(tmp_path) -> None:
+    model = acmoe.attach(OwnMixtral(build("mixtral").config))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"or by acmoe\.hf\.adaptive_class\(OwnMixtral\)"):
+        OwnMixtral.from_pretrained(tmp_path)
+    loaded = adaptive_class(OwnMixtral).from_pretrained(tmp_path)
+    assert isinstance(loaded, OwnMixtral)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
 def test_a_plain_class_refuses_a_part_of_the_checkpoint(tmp_path: Path) -> None:

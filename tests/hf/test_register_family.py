@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from small_models import build
 from torch import Tensor, nn
 
 from acmoe.errors import UserError
@@ -81,6 +82,33 @@ def test_a_plain_linear_can_be_named_by_its_place() -> None:
     assert stack.layers == tuple(layers)
     scores_TE, ids_TK = stack.routers[0].read(layers[0]["router"](torch.ones(2, 4)))
     assert scores_TE.shape == (2, 3) and ids_TK is None
+
+
+def test_a_family_that_is_named_by_its_place_hides_no_router_that_holds_its_class() -> None:
+    """The router of Gemma 4 holds an nn.Linear, which stands elsewhere."""
+    model = build("gemma4")
+    found = find_stacks(model)
+    register_family("Linear", ends_with="mlp.router")
+    assert find_stacks(model) == found
+
+
+class Gate(nn.Linear):
+    """A router that its class makes an nn.Linear."""
+
+
+def test_a_family_of_a_base_class_does_not_concern_other_places() -> None:
+    register_family("Linear", ends_with="mlp.router")
+    assert families.family_of(Gate(4, 3), "layers.0.gate") is None
+    row = families.FAMILIES["Linear"]
+    assert families.family_of(Gate(4, 3), "layers.0.mlp.router") is row
+
+
+def test_a_module_that_is_named_like_a_router_is_proposed() -> None:
+    layers = [nn.ModuleDict({"router": nn.Linear(4, 3), "up": nn.Linear(4, 6)}) for _ in range(2)]
+    model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+    call = r"acmoe\.hf\.register_family\('Linear', ends_with='router'\)"
+    with pytest.raises(UserError, match=rf"if layers\.0\.router is its router, call {call}"):
+        find_stacks(model)
 
 
 def test_the_name_of_a_class_is_asked_for() -> None:

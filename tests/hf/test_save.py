@@ -185,7 +185,8 @@ def test_a_new_process_knows_the_model_types(tmp_path: Path, monkeypatch) -> Non
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(classes, "_CONFIGS", {})
     monkeypatch.setattr(classes, "_MODELS", {})
-    monkeypatch.setattr(auto.CONFIGS, "_extra_content", auto.AdaptiveTypes())
+    known = auto.AdaptiveTypes({}, classes.adaptive_config_class)
+    monkeypatch.setattr(auto.CONFIGS, "_extra_content", known)
     assert "acmoe_mixtral" in auto.CONFIGS
     assert "acmoe_unheard_of" not in auto.CONFIGS
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -182,7 +182,9 @@ def norm_twice_case(draw: Draw) -> Case:
 
 
 def entropy_case(draw: Draw) -> Case:
-    return Case((draw.normal(9, 24), draw.normal(64, 24), draw.ids(0, 64, 9), None), {}, (), 1e-3)
+    """Logits of 9 tokens over 64 words; some tokens do not count."""
+    x, weight = draw.normal(9, 24), draw.normal(64, 24)
+    return Case((x, weight, draw.ids(0, 64, 9), draw.ids(0, 2, 9).bool()), {}, (), 1e-3)
 
 
 def embedding_case(draw: Draw) -> Case:

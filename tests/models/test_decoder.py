@@ -31,6 +31,35 @@ def test_the_loss_is_the_cross_entropy_of_the_logits() -> None:
     assert 0.01 < scored.aux_loss.item() < 0.08
 
 
+@pytest.mark.parametrize("called", [False, True], ids=["chunked", "all-logits"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_targets_of_minus_100_are_not_scored_and_their_tokens_are_read(
+    padded: bool, called: bool
+) -> None:
+    model, tokens, targets = trained("adaptive"), draw(0, 3, 7), draw(1, 3, 7)
+    targets[:, :3] = -100  # a prompt whose continuation is learned
+    mask = torch.arange(7) < torch.tensor([[7], [6], [5]]) if padded else None
+    with torch.no_grad():
+        logits = model(tokens, token_mask=mask).logits
+    if called:
+        model.unembed.register_forward_hook(lambda *_: None)
+    scored = model(tokens, targets, token_mask=mask)
+    kept = targets if mask is None else targets.masked_fill(~mask, -100)
+    expected = F.cross_entropy(logits.flatten(0, 1), kept.flatten(), ignore_index=-100)
+    torch.testing.assert_close(scored.loss, expected, rtol=1e-12, atol=1e-12)
+    other = tokens.clone()
+    other[:, 0] = (tokens[:, 0] + 1) % VOCAB
+    assert model(other, targets, token_mask=mask).loss != scored.loss
+
+
+def test_a_segment_without_scored_predictions_has_loss_0_and_no_gradient() -> None:
+    model, tokens = trained(), draw(0, 2, 5)
+    loss = model(tokens, torch.full_like(tokens, -100)).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
 def test_balance_is_one_override_away_from_nothing() -> None:
     assert trained(balance=0.0)(draw(0, 2, 6)).aux_loss.item() == 0
 
@@ -181,7 +210,9 @@ def test_blocks_compile_whole_and_share_graphs() -> None:
     [
         ({"tokens": torch.full((1, 3), VOCAB)}, "tokens holds id 23"),
         ({"tokens": torch.full((1, 3), -1)}, "tokens holds id -1"),
-        ({"targets": torch.full((2, 3), 99)}, "targets holds id 99"),
+        ({"targets": torch.full((2, 3), 99)}, "targets holds id 99.*, or be -100 where"),
+        ({"targets": torch.full((2, 3), -1)}, "targets holds id -1.*, or be -100 where"),
+        ({"tokens": torch.full((1, 3), -100)}, r"tokens holds id -100; ids must lie in \[0, 23\)$"),
         ({"targets": torch.zeros(2, 4, dtype=torch.int64)}, "targets have shape \\(2, 4\\)"),
         ({"token_mask": torch.ones(3, dtype=torch.bool)}, "token_mask have shape \\(3,\\)"),
         ({"tokens": torch.zeros(3, dtype=torch.int64)}, "tokens have shape \\(3,\\)"),

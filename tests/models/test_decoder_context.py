@@ -133,6 +133,34 @@ def test_left_padding_stays_hidden_in_the_next_segment() -> None:
     torch.testing.assert_close(found, model(tokens).logits[:, 4:], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("changes", [{}, MODERN, {"empty_memory": "zeros"}], ids=str)
+def test_padding_between_tokens_is_refused_by_its_row(changes: dict[str, str]) -> None:
+    model, tokens = trained(**changes), draw(11, 3, 5)
+    mask = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 0], [0, 1, 0, 1, 1]]).bool()
+    message = r"token_mask has padding between the tokens of row 2; pad before a stream's first"
+    for more in ({}, {"targets": tokens}):
+        with pytest.raises(UserError, match=message):
+            model(tokens, token_mask=mask, **more)
+    mask[2] = False  # a row of padding alone has no tokens to be between
+    assert model(tokens, token_mask=mask).logits.isfinite().all()
+
+
+def test_a_stream_that_has_ended_cannot_go_on() -> None:
+    model, tokens = trained("adaptive"), draw(11, 2, 4)
+    ended = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]).bool()
+    memory = model(tokens, token_mask=ended).memory
+    with pytest.raises(UserError, match=r"padding between the tokens of row 1;.*earlier segments"):
+        model(tokens, memory=memory)
+    # It may stay empty, and a stream may begin in a later segment.
+    model(tokens, memory=memory, token_mask=torch.tensor([[True] * 4, [False] * 4]))
+    begins = torch.tensor([[True] * 4, [False] * 4])
+    memory = model(tokens, token_mask=begins).memory
+    later = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]]).bool()
+    found = model(tokens, memory=memory, token_mask=later)
+    alone = model(tokens[1:, 1:]).logits
+    torch.testing.assert_close(found.logits[1:, 1:], alone, rtol=1e-10, atol=1e-10)
+
+
 def test_memory_of_other_streams_is_refused() -> None:
     model = trained()
     memory = model(draw(0, 3, 4)).memory

@@ -123,6 +123,35 @@ def test_targets_of_masked_tokens_are_not_read() -> None:
     assert torch.equal(chunked_cross_entropy(x, weight, bias, wild, token_mask=mask), expected)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_targets_of_minus_100_do_not_count(padded: bool, with_bias: bool) -> None:
+    x, weight, bias, targets = inputs(2, 9, 5)
+    targets[[1, 4, 5]] = -100
+    mask = torch.arange(9) < 7
+    read = targets.masked_fill(~mask, -100) if padded else targets
+    learned = [weight, *([bias] if with_bias else [])]
+    plain = F.cross_entropy(F.linear(x, *learned), read, ignore_index=-100)
+    given = x.detach().clone()
+    if padded:
+        given[~mask] = torch.nan  # padding may hold any values, an unscored token may not
+    given.requires_grad_()
+    options = {"token_mask": mask} if padded else {}
+    layer = (learned[0], bias if with_bias else None)
+    for chunk in (2, 9):
+        loss = chunked_cross_entropy(given, *layer, targets, chunk=chunk, **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(loss, plain, rtol=1e-12, atol=1e-13)
+        for found, expected in zip(
+            torch.autograd.grad(loss, [given, *learned]),
+            torch.autograd.grad(plain, [x, *learned], retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+    with torch.no_grad():
+        single = chunked_cross_entropy(given, *layer, targets, reduction="none", **options)  # type: ignore[arg-type]
+    assert (single != 0).tolist() == (read != -100).tolist()
+
+
 def test_no_counted_token_gives_a_loss_of_zero_and_no_gradient() -> None:
     x, weight, bias, targets = inputs(3, 4, 5)
     loss = chunked_cross_entropy(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from counted_updates import statistics_updated
 from interrupted_updates import stop_at
 from started import fork_server
 from torch.nn import functional
@@ -18,7 +19,6 @@ from acmoe.config.images.train import VisionRunConfig
 from acmoe.data.images.load import load_images
 from acmoe.evaluate.run import open_image_run
 from acmoe.evaluate.statistics import own_statistics
-from acmoe.routing.statistics import ClusterStatistics
 from acmoe.train.health import TrainingStopped
 from acmoe.train.images import ImageTrainer, ImageValidation, decays
 from acmoe.train.metrics_log import ImageMetricsLog
@@ -172,19 +172,9 @@ def test_the_auxiliary_loss_is_part_of_what_is_minimised() -> None:
 
 
 def test_statistics_are_folded_in_once_per_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    updated = []
-    update = ClusterStatistics.update
-
-    def counted(self: ClusterStatistics) -> None:
-        updated.append(self)
-        update(self)
-
-    monkeypatch.setattr(ClusterStatistics, "update", counted)
     trainer = trainer_of(tiny_vision_run("split=4"))
-    trainer.update(1, record=False)
+    updated = statistics_updated(trainer, monkeypatch)
     trainer.close()
-    own = set(trainer.model.modules())  # models of other tests record nothing
-    updated = [statistics for statistics in updated if statistics in own]
     assert len(updated) == 1  # of the two MoE layers in the adaptive stage the first measures
     assert updated[0].weight.sum() > 0
     assert own_statistics(trainer.model) == "running"

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from counted_updates import statistics_updated
 
 from acmoe.config.text.train import RunConfig
 from acmoe.evaluate.run import open_corpus
 from acmoe.fast.text import FastRunner
 from acmoe.routing.baselines.stable import StableRouter
-from acmoe.routing.statistics import ClusterStatistics
 from acmoe.train.text import TextTrainer
 from tiny_runs import byte_corpus, tiny_run
 
@@ -84,19 +84,8 @@ def test_the_auxiliary_loss_is_part_of_what_is_minimised(tmp_path: Path) -> None
 def test_statistics_are_folded_in_once_per_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    updated = []
-    update = ClusterStatistics.update
-
-    def counted(self: ClusterStatistics) -> None:
-        updated.append(self)
-        update(self)
-
-    monkeypatch.setattr(ClusterStatistics, "update", counted)
     trainer = trainer_of(tiny_run(byte_corpus(tmp_path), "split=4"))
-    trainer.update(1, record=False)
-    # Models of other tests that no optimizer holds may be updated, too: they record nothing.
-    own = set(trainer.model.modules())
-    updated = [statistics for statistics in updated if statistics in own]
+    updated = statistics_updated(trainer, monkeypatch)
     assert len(updated) == 2  # layers 1 and 2 measure for the adaptive layers 2 and 3
     assert all(statistics.weight.sum() > 0 for statistics in updated)
 

@@ -23,7 +23,7 @@ from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import UserError, check
 from acmoe.ops.route.reference import first_chosen
 from acmoe.routing.statistics import ClusterStatistics
-from acmoe.routing.statistics.step_hook import register_layer
+from acmoe.routing.statistics.registry import register_layer
 
 VERSIONS = ("0.3",)  # torchtitan's interfaces change from version to version
 

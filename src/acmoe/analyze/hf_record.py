@@ -6,7 +6,9 @@ E experts, K experts per token, C = E clusters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -98,31 +100,36 @@ def _layers(whole: Iterable[tuple[RouterCall, ...]], rows_S: Tensor) -> Iterator
     """Join the calls of each layer. A token's cluster is its first expert one MoE layer before."""
     before: LayerRecord | None = None
     for calls in whole:
-        scores_NE = torch.cat([one.scores for one in calls])
-        input_SD = torch.cat([one.input for one in calls])
-        scales = [one.scale for one in calls if one.scale is not None]
-        weights = [one.weights for one in calls if one.weights is not None]
-        ids_NK = torch.cat([one.ids for one in calls])
-        rows = rows_S if len(input_SD) else rows_S[:0]
-        cluster_N = torch.full((len(ids_NK),), -1) if before is None else before.first
-        clusters = scores_NE.shape[1] if before is None else before.num_experts
-        scale_CD, varies = torch.ones(clusters, input_SD.shape[1]), False
-        if scales:
-            scale_CD, varies = cluster_scales(torch.cat(scales), cluster_N[rows], clusters)
+        call = _joined(calls)
+        rows = rows_S if len(call.input) else rows_S[:0]
+        cluster_N = torch.full((len(call.ids),), -1) if before is None else before.first
+        clusters = call.scores.shape[1] if before is None else before.num_experts
+        scale_CD, varies = torch.ones(clusters, call.input.shape[1]), False
+        if call.scale is not None:
+            scale_CD, varies = cluster_scales(call.scale, cluster_N[rows], clusters)
         before = LayerRecord(
-            input=input_SD,
-            scaled=torch.cat([one.scaled for one in calls]) if scales else input_SD,
-            affinity=scores_NE,
-            expert_ids=ids_NK,
-            gate=torch.cat(weights) if weights else torch.full(ids_NK.shape, float("nan")),
+            input=call.input,
+            scaled=call.input if call.scale is None else call.scaled,
+            affinity=call.scores,
+            expert_ids=call.ids,
+            gate=torch.full(call.ids.shape, math.nan) if call.weights is None else call.weights,
             cluster=cluster_N,
             scale=scale_CD,
             scale_varies=varies,
-            adaptive=bool(scales),
+            adaptive=call.scale is not None,
             grid=None,
             rows=rows,
         )
         yield before
+
+
+def _joined(calls: Sequence[RouterCall]) -> RouterCall:
+    """Return the calls of one router on all batches as one call."""
+    joined: dict[str, Any] = {}
+    for name in (field.name for field in fields(calls[0])):
+        parts = [part for one in calls if (part := getattr(one, name)) is not None]
+        joined[name] = torch.cat(parts) if parts else None
+    return replace(calls[0], **joined)
 
 
 def _names(stacks: list[RouterStack]) -> list[str]:

@@ -113,7 +113,7 @@ def sample_model(
 def _check_foreign(model: nn.Module) -> None:
     """Raise a UserError for a model of acmoe itself, whose adaptive routers read other arguments
     than routers of transformers."""
-    from acmoe.hf.attach import attached_parts
+    from acmoe.hf.parts import attached_parts
 
     attached = bool(attached_parts(model))
     own = next((one for one in model.modules() if isinstance(one, RescalingRouter)), None)

@@ -22,6 +22,7 @@ from acmoe.config.base_routers import (
     ThresholdConfig,
 )
 from acmoe.config.moved import WithMovedFields, import_hint
+from acmoe.config.presets import PRESETS
 from acmoe.config.scale_codes import MEASURES, MODES, NORMALIZATIONS, scale_codes
 from acmoe.errors import UserError, check, check_choice, check_not_negative, check_positive
 
@@ -249,10 +250,8 @@ class AdaptiveConfig(WithMovedFields):
         input, eps and clamp for small dispersions. An empty cluster counts as s = 0 there, unless
         its expert has a higher number than every expert that a token chose.
         """
-        from acmoe.config.presets import PRESETS
-
         check(name in PRESETS, f"preset={name!r} is unknown; choose one of {', '.join(PRESETS)}")
-        return PRESETS[name]
+        return AdaptiveConfig(**PRESETS[name])
 
     def overridden(self, **changes: Any) -> Self:
         """Return this config with fields changed, for a model that is already built."""

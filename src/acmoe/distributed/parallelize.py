@@ -16,7 +16,7 @@ from acmoe.distributed.experts_ddp import REPLICA_OPTIONS, ReplicaWithExperts
 from acmoe.distributed.ranks import Ranks
 from acmoe.errors import check
 from acmoe.routing.baselines.stable import StableRouter
-from acmoe.routing.statistics.group import set_statistics_group
+from acmoe.routing.process_group import set_statistics_group
 
 
 def parallelize(model: nn.Module, ranks: Ranks, config: ParallelConfig) -> nn.Module:

@@ -62,13 +62,16 @@ class Ranks:
         return torch.cat(parts)
 
     def part(self, value: Tensor) -> Tensor:
-        """Return this process's part of what `concatenate` returned, on any number of processes."""
+        """Return this process's part of a result of `concatenate`.
+
+        The result may come from a run with another number of processes.
+        """
         if hasattr(value, "to_local"):
             return own_part(value)
         return value if self.data_size == 1 else value.chunk(self.data_size)[self.data_rank].clone()
 
     def sharded(self, value: Tensor) -> Tensor:
-        """Return what `concatenate` returns as a DTensor: no process has all of it."""
+        """Return the result of `concatenate` as a DTensor, of which each process has its part."""
         if self.data is None:
             return value
         from torch.distributed.tensor import DTensor, Shard

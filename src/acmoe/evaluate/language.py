@@ -34,7 +34,7 @@ from acmoe.evaluate.run import Run, open_run
 from acmoe.evaluate.statistics import NONE, check_statistics, using_statistics
 from acmoe.models.text.decoder import LanguageModel, LanguageOutput
 from acmoe.models.text.memory import Memory
-from acmoe.routing.statistics.group import measuring_alone
+from acmoe.routing.process_group import measuring_alone
 from acmoe.runtime import autocast, evaluating, pick_device, seeded
 
 

@@ -20,7 +20,7 @@ from acmoe.routing.router import Router, blank, flat_mask, unwrapped
 from acmoe.routing.soft import SoftRouter
 from acmoe.routing.state import Routing, RoutingState
 from acmoe.routing.statistics.cache import LayerCache
-from acmoe.routing.statistics.step_hook import Layer
+from acmoe.routing.statistics.registry import Layer
 
 _NO_CACHE = LayerCache(None, None)
 

@@ -18,7 +18,7 @@ from acmoe.routing.next_state import SAME_ROUTER, NextState
 from acmoe.routing.router import blank
 from acmoe.routing.soft import SoftRouter, as_one_sequence
 from acmoe.routing.state import RoutingState
-from acmoe.routing.statistics.step_hook import Layer
+from acmoe.routing.statistics.registry import Layer
 
 
 class SoftMoE(Layer):

@@ -173,7 +173,7 @@ class MoEStack(nn.Module):
     def _call(
         self, step: Callable[..., tuple[Tensor, ...]], x: Tensor, state: RoutingState | None
     ) -> tuple[Tensor, RoutingState | None]:
-        """Take one step, whose arguments and results are tensors: x, then those of the state."""
+        """Run a step, which takes and returns x and the tensors of the state; see `checkpoint`."""
         tensors = () if state is None else tuple(state)
         if self.checkpoint and torch.is_grad_enabled():
             y, *after = recompute(step, x, *tensors)

@@ -35,7 +35,10 @@ FEWEST_STEPS = 16  # a capture takes about as long as so many steps
 
 
 class Clock:
-    """The position of the step, and what follows from it for the attention of every block."""
+    """The position of the step, and the masks, columns and angles that all blocks compute from it.
+
+    They attend to ring buffers of N places; position p is at place p modulo N.
+    """
 
     def __init__(self, model: LanguageModel, first: int, real_BN: Tensor) -> None:
         self.position = torch.full((), first, device=real_BN.device)
@@ -51,7 +54,7 @@ class Clock:
         self.wide = torch.float64 if model.embed.weight.dtype == torch.float64 else torch.float32
 
     def begin(self, mask_B1: Tensor | None) -> None:
-        """Find the place of the new token, and what its query may see."""
+        """Set the place of the new token and the mask of its query; mask_B1: False for padding."""
         self.place_1 = (self.position % len(self.places_N)).view(1)
         new_B1 = torch.ones_like(self.real_BN[:, :1])
         if mask_B1 is not None and self.hides_padding:

@@ -36,7 +36,7 @@ from acmoe.hf.models.register import (
 if TYPE_CHECKING:  # at run time by __getattr__
     from acmoe.hf.checkpoints.trainer import StatisticsCallback as StatisticsCallback
 
-know_all_types()
+know_all_types(adaptive_config_class)
 follow_peft()
 follow_transformers()
 follow_loading()

@@ -77,8 +77,11 @@ class StatisticsLayer(CacheLayerMixin):  # type: ignore[misc]
     def offload(self) -> None: ...
 
     def prefetch(self) -> None:
-        """Prefetch the first offloaded layer: a `Cache` takes this layer for the one after the
-        last, and would ask the first at the end of its list."""
+        """Prefetch the first layer of the model.
+
+        While the last layer runs, an offloading `Cache` prefetches the next entry of its list. That
+        would be the first layer again, were this entry not behind the last one.
+        """
         if self.first is not None:
             self.first.prefetch()
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.errors import UserError, check
-from acmoe.hf.attach import attached_parts
 from acmoe.hf.checkpoints.statistics import has_statistics
+from acmoe.hf.parts import attached_parts
 from acmoe.ops.statistics.over_ranks import of_each_rank
 from acmoe.routing.statistics import ClusterStatistics
-from acmoe.routing.statistics.group import pooled_groups
-from acmoe.routing.statistics.step import update_all
+from acmoe.routing.statistics.group import pooled_groups, update_all
 
 Model = TypeVar("Model", bound=nn.Module)
 Batch = Tensor | Mapping[str, Any]
@@ -31,7 +30,8 @@ def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
 
     batches: tensors of token ids (B, L), or dicts of model inputs, with an attention_mask where
     there is padding. With several processes, each passes its own batches, and all the same number;
-    an update then counts the tokens of all processes, as in training.
+    an update then counts the tokens of all processes, as in training. A batch of padding alone
+    raises; with several processes, only if it is one on all of them.
 
     >>> from transformers import MixtralConfig, MixtralForCausalLM
     >>> import acmoe
@@ -49,22 +49,32 @@ def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
         hasattr(batches, "__iter__") or hasattr(batches, "__getitem__"),
         f"batches is a {type(batches).__name__}; pass a list of batches, or a DataLoader",
     )
-    seen = 0
+    seen, measured = 0, False
     with _measuring(model, statistics):
-        for batch in _in_step(batches, statistics):
-            model(**_inputs(model, batch))
-            update_all(statistics)
+        groups = pooled_groups(statistics)
+        for batch in _in_step(batches, groups):
             seen += 1
-    check(seen > 0, "batches is empty; pass tensors of token ids, or dicts of model inputs")
+            inputs = _inputs(model, batch)
+            _check_not_padding(inputs, groups, seen)
+            model(**inputs)
+            measured = measured or any(
+                bool(one.pending_buffer("last_count").any()) for one in statistics
+            )
+            update_all(statistics)
+        check(seen > 0, "batches is empty; pass tensors of token ids, or dicts of model inputs")
+        check(
+            _on_any(measured, groups),
+            f"batches: in none of {seen} two tokens have the same first choice, so no average has "
+            "moved; pass more tokens in a batch",
+        )
     return model
 
 
-def _in_step(batches: Iterable[Batch], statistics: Sequence[ClusterStatistics]) -> Iterator[Batch]:
+def _in_step(batches: Iterable[Batch], groups: Sequence[str]) -> Iterator[Batch]:
     """Yield the batches; raise on every process if one of them has fewer than another.
 
     Without this, a process with more batches would wait for the others until a timeout.
     """
-    groups = pooled_groups(statistics)
     remaining: Iterator[Any] = iter(batches)
     for count in itertools.count():
         batch = next(remaining, _END)
@@ -78,6 +88,21 @@ def _in_step(batches: Iterable[Batch], statistics: Sequence[ClusterStatistics]) 
         if batch is _END:
             return
         yield batch
+
+
+def _check_not_padding(inputs: Mapping[str, Any], groups: Sequence[str], number: int) -> None:
+    """Raise, on every process of a group, if none of them has a token in its batch."""
+    mask = inputs.get("attention_mask")
+    check(
+        _on_any(not isinstance(mask, Tensor) or bool(mask.any()), groups),
+        f"batches: number {number} is padding alone, its attention_mask is 0 everywhere; leave it "
+        "out",
+    )
+
+
+def _on_any(value: bool, groups: Sequence[str]) -> bool:
+    """Return True if the value is True on a process of each group, or here if there is none."""
+    return all(any(of_each_rank(value, group)) for group in groups) if groups else value
 
 
 def _statistics(model: nn.Module) -> list[ClusterStatistics]:

@@ -26,6 +26,7 @@ from acmoe.hf.families import (
 )
 
 KEY = "router_logits"
+ROUTER_NAMES = ("gate", "router", "gating", "switch")  # that models give to their routers
 COPIED = "original_module"  # beside it, PEFT keeps the copy of the module that it trains
 
 
@@ -75,6 +76,7 @@ class _Candidate(NamedTuple):
     path: tuple[tuple[str, nn.Module], ...]  # from the model down to the router
     place: int  # of the scores in its output, as declared
     family: Family | None
+    elsewhere: bool  # its family names another place in the model
 
 
 def find_stacks(model: nn.Module) -> list[RouterStack]:
@@ -96,9 +98,8 @@ def find_stacks(model: nn.Module) -> list[RouterStack]:
             f"{one.name} is one of two copies: modules_to_save of PEFT names it, or a module "
             "around it; name the router's weight in target_parameters instead",
         )
-        if unwrapped_name(one.name).endswith(one.family.ends_with if one.family else ""):
-            check_adapter(one.name, one.path[-2][1])
-            stacks.setdefault(_stack_of(one)[0], []).append(one)
+        check_adapter(one.name, one.path[-2][1])
+        stacks.setdefault(_stack_of(one)[0], []).append(one)
     check(bool(stacks), _nothing_found(model))
     return [_stack(name, found) for name, found in stacks.items()]
 
@@ -110,17 +111,22 @@ def _candidates(model: nn.Module) -> Iterator[_Candidate]:
         parts = name.split(".") if name else []
         prefixes = [".".join(parts[:end]) for end in range(len(parts) + 1)]
         path = tuple((prefix, modules[prefix]) for prefix in prefixes if prefix in modules)
-        family = family_of(module)
+        plain_name = unwrapped_name(name)
+        family = family_of(module, plain_name)
+        elsewhere = family is not None and not plain_name.endswith(family.ends_with)
         index = next(
             (one.place for one in _recorders_above(path) if one.matches(name, module)), None
         )
         named = type(module).__name__.lower().endswith("topkrouter")
         if family is not None or index is not None or named:
-            yield _Candidate(name, module, path, index or 0, family)
+            yield _Candidate(name, module, path, index or 0, family, elsewhere)
 
 
 def _recorders_above(path: tuple[tuple[str, nn.Module], ...]) -> list[_Recorder]:
-    """Return what the innermost submodel that declares recorders of router logits declares."""
+    """Return the recorders of router logits for the last module of the path.
+
+    They are those of the innermost transformers model around it that declares any.
+    """
     for _, module in reversed(path[:-1]):
         if isinstance(module, PreTrainedModel):
             declared = (getattr(module, "_can_record_outputs", None) or {}).get(KEY)
@@ -141,13 +147,24 @@ def _recorder(declared: Any) -> _Recorder:
 
 
 def _without_blocks(candidates: list[_Candidate]) -> list[_Candidate]:
-    """Drop a candidate that holds another: it is the MoE block, and the router is inside."""
-    names = [one.name for one in candidates]
+    """Drop MoE blocks, in which the router stands, and routers that a family leaves out."""
     return [
         one
         for one in candidates
-        if not any(name.startswith(f"{one.name}.") for name in names) and one.name
+        if one.name and not one.elsewhere and not _is_block(one, candidates)
     ]
+
+
+def _is_block(one: _Candidate, candidates: list[_Candidate]) -> bool:
+    """Return True if a candidate holds another.
+
+    A module that a family leaves out, such as an nn.Linear in another place, may also be a part of
+    a router; then the one around it has no experts, or a family of its own.
+    """
+    inside = [other for other in candidates if other.name.startswith(f"{one.name}.")]
+    if all(other.elsewhere for other in inside):
+        return bool(inside) and one.family is None and _holds_experts(one.module)
+    return True
 
 
 def _stack_of(one: _Candidate) -> tuple[str, nn.Module]:
@@ -257,6 +274,16 @@ def _nothing_found(model: nn.Module) -> str:
     return (
         f"{type(model).__name__} has no MoE router: none of {', '.join(classes)} names a module "
         f"that it holds in _can_record_outputs[{KEY!r}], and none of the {len(FAMILIES)} "
-        "registered router classes is inside; name its router class by "
-        "acmoe.hf.register_family('MyRouter', ...) before attach"
+        f"registered router classes is inside; {_remedy(model)} before attach"
     )
+
+
+def _remedy(model: nn.Module) -> str:
+    """Say how to register the first module that is named like a router, or any."""
+    for name, module in model.named_modules():
+        steps = unwrapped_name(name).split(".")
+        if steps[-1] in ROUTER_NAMES:
+            place = ".".join(step for step in steps[-2:] if not step.isdigit())
+            call = f"acmoe.hf.register_family({type(module).__name__!r}, ends_with={place!r})"
+            return f"if {name} is its router, call {call}"
+    return "name its router class by acmoe.hf.register_family('MyRouter', ...)"

@@ -152,10 +152,15 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(module: nn.Module) -> Family | None:
-    """Return the row of a module's class, or of the nearest base class that has one."""
-    rows = (FAMILIES.get(cls.__name__) for cls in type(module).__mro__)
-    return next((row for row in rows if row is not None), None)
+def family_of(module: nn.Module, name: str) -> Family | None:
+    """Return the row of a module's class, or of the nearest base class whose row names this place.
+
+    name: the module's dotted name in the model. The row of a base class, such as one that a user
+    registers for `Linear`, does not concern a module elsewhere that happens to be derived from it.
+    """
+    own, *bases = (FAMILIES.get(cls.__name__) for cls in type(module).__mro__)
+    rows = (row for row in bases if row is not None and name.endswith(row.ends_with))
+    return next(rows, None) if own is None else own
 
 
 def register_family(

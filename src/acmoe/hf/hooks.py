@@ -8,17 +8,12 @@
     after the stack     raise if a router was left out; keep prefix statistics in the cache
 
 Hooks are objects whose modules are attributes: a closure would stay with the original model when
-the model is copied. A context is kept in a thread-local variable, so that threads can share a
-model, and for compiled code, which cannot read that, in an attribute of the router's part.
-Some hooks of a call may be compiled and others not: Dynamo runs a function uncompiled once it has
-compiled it too often (`recompile_limit`), and somebody may compile a part of a layer.
+the model is copied. contexts.py keeps the contexts.
 """
 
 import inspect
-import threading
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -27,96 +22,18 @@ from acmoe.errors import UserError, check
 from acmoe.hf.adaptive import AdaptivePart, LayerContext
 from acmoe.hf.cache import cache_of, store_slots
 from acmoe.hf.checkpoints.wrappers import check_adapter
-from acmoe.hf.tape import KEY, Tape, new_tape
-from acmoe.routing.statistics.step_hook import register_layer
+from acmoe.hf.contexts import close_context, context_of, open_context
+from acmoe.hf.discovery import RouterStack
+from acmoe.hf.tape import KEY, new_tape
+from acmoe.routing.statistics.registry import register_layer
 
 PLACE = "adaptive"  # name of the part on its router
-
-
-class _ThreadContexts(threading.local):
-    """The contexts of the calls under way in this thread, by the id of the router's part."""
-
-    def __init__(self) -> None:
-        self.by_part: dict[int, LayerContext] = {}
-
-
-@dataclass
-class SharedContext(LayerContext):
-    """Stands in the attribute while several threads are in a layer: it has the context of none.
-
-    References are weak, so that a thread that ended in the middle of a call does not count.
-    """
-
-    calls: list[ref[LayerContext]] = field(default_factory=list)
-
-
-_CONTEXTS = _ThreadContexts()
-_LOCK = threading.Lock()  # of the attribute `context` of all parts
 
 
 def part_of(router: nn.Module) -> AdaptivePart:
     part = getattr(router, PLACE)
     assert isinstance(part, AdaptivePart)
     return part
-
-
-def context_of(part: AdaptivePart) -> LayerContext:
-    """Return the context of the layer's call under way, for a router inside the layer."""
-    context = None if torch.compiler.is_compiling() else _CONTEXTS.by_part.get(id(part))
-    if context is None or context.done:
-        context = part.context
-    if context is None or isinstance(context, SharedContext):
-        raise UserError(
-            f"{part.name} was called outside of its decoder layer, several threads call a model of "
-            "which a part is compiled, or it is a copy (modules_to_save of PEFT); call the whole "
-            "model, compile it as a whole, or name the router in target_parameters"
-        )
-    return context
-
-
-def open_context(part: AdaptivePart, context: LayerContext) -> None:
-    """Make it the context of a router's part, at the beginning of its layer's call."""
-    if torch.compiler.is_compiling():
-        part.context = context
-        return
-    before = _CONTEXTS.by_part.get(id(part))
-    if before is not None:
-        before.done = True  # its call was interrupted
-    _CONTEXTS.by_part[id(part)] = context
-    with _LOCK:
-        others = _calls_under_way(part)
-        if not others:
-            part.context = context
-            return
-        # While two threads are in the layer, the attribute holds the context of neither.
-        calls = [*others, ref(context)]
-        part.context = SharedContext(Tape(gradient=False), 0, 0, calls=calls)
-
-
-def close_context(part: AdaptivePart) -> None:
-    """End the context of a router's part."""
-    if torch.compiler.is_compiling():
-        if part.context is not None and not isinstance(part.context, SharedContext):
-            part.context.done = True
-            part.context = None
-        return
-    context = _CONTEXTS.by_part.pop(id(part), None)
-    with _LOCK:
-        if context is None or context.done:
-            context = part.context
-        if context is not None:
-            context.done = True
-        if not _calls_under_way(part):
-            part.context = None
-
-
-def _calls_under_way(part: AdaptivePart) -> list[ref[LayerContext]]:
-    """Return the calls of the part's layer that have not ended, of all threads."""
-    context = part.context
-    if context is None:
-        return []
-    calls = context.calls if isinstance(context, SharedContext) else [ref(context)]
-    return [call for call in calls if (one := call()) is not None and not one.done]
 
 
 def check_arguments(stack: nn.Module) -> None:
@@ -161,27 +78,66 @@ class BeforeStack:
 class AfterStack:
     """Ends the tape, raises if a router was not called, keeps new decode slots in the cache."""
 
-    def __init__(self, name: str, parts: tuple[AdaptivePart, ...]) -> None:
+    layer_numbers: Mapping[int, int] = {}  # a pickle of an earlier version has none
+
+    def __init__(
+        self, name: str, parts: tuple[AdaptivePart, ...], layer_numbers: Mapping[int, int]
+    ) -> None:
         self.name = name
         self.parts = parts
+        self.layer_numbers = layer_numbers  # by depth; empty where the config does not count them
 
     def __call__(
         self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         tape = kwargs[KEY]
         tape.ended = True
-        missing = [part.name for part in self.parts if part.depth not in tape.called]
-        if missing:
-            raise UserError(
-                f"{len(self.parts) - len(missing)} of {len(self.parts)} routers were called, not "
-                f"{missing[0]}: its block was replaced (use_kernels=True) or skipped; run the "
-                "model without that, or call acmoe.detach(model)"
-            )
+        self.check_called(stack, tape.called)
         if tape.new_slots:
             cache = kwargs.get("past_key_values")
             cache = cache_of(output) if cache is None else cache
             if cache is not None:
                 store_slots(cache, self.name, tape.new_slots)
+
+    def check_called(self, stack: nn.Module, called: set[int]) -> None:
+        """Raise a UserError if a router was left out that another needs.
+
+        `generate(assistant_early_exit=n)` drafts with the first n layers: it lowers
+        `config.num_hidden_layers` meanwhile. Running statistics of the others are not needed then.
+        The other modes refuse such a call: they cannot be drafted with, and the error that says so
+        would leave the config lowered, with which later calls would run n layers in silence.
+        """
+        missing = [part for part in self.parts if part.depth not in called]
+        if not missing:
+            return
+        count = getattr(getattr(stack, "config", None), "num_hidden_layers", 0)
+        beyond = [part for part in missing if self.layer_numbers.get(part.depth, -1) >= count]
+        mode = next(part.statistics.mode for part in self.parts if part.statistics is not None)
+        if len(beyond) == len(missing):
+            check(
+                mode == "running",
+                f"config.num_hidden_layers={count} leaves out {missing[0].name} (so does "
+                f"assistant_early_exit), which only running statistics allow, not {mode!r}; set "
+                "it back to the number of layers, and generate without assistant_early_exit",
+            )
+            return
+        raise UserError(
+            f"{len(self.parts) - len(missing)} of {len(self.parts)} routers were called, not "
+            f"{missing[0].name}: its block was replaced (use_kernels=True) or skipped; run the "
+            "model without that, or call acmoe.detach(model)"
+        )
+
+
+def layer_numbers(stack: RouterStack) -> dict[int, int]:
+    """Return the numbers of the routers' decoder layers, by the routers' depths.
+
+    Empty unless `config.num_hidden_layers` is the number of the stack's layers.
+    """
+    count = getattr(getattr(stack.stack, "config", None), "num_hidden_layers", None)
+    if count != len(stack.layers):
+        return {}
+    numbers = {id(layer): number for number, layer in enumerate(stack.layers)}
+    return {depth: numbers[id(found.layer)] for depth, found in enumerate(stack.routers)}
 
 
 def router_place(layer: nn.Module, part: AdaptivePart) -> tuple[str, nn.Module, str]:

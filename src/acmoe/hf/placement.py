@@ -15,25 +15,8 @@ def adaptive_routers(
     Routers that do not choose by their input stay plain, unless `layers` names one: this raises.
     """
     longest = max(len(stack.routers) for stack in stacks)
-    if layers is None:
-        check(
-            isinstance(skip, int) and not isinstance(skip, bool) and skip >= 0,
-            f"skip={skip!r}; it must be a whole number, 0 or more",
-        )
-        wanted = set(range(max(skip, 1), longest))
-    else:
-        wanted = _named(layers, longest)
-    found = []
-    for stack in stacks:
-        depths = {depth for depth in wanted if depth < len(stack.routers)}
-        fixed = sorted(depth for depth in depths if not stack.routers[depth].adaptable)
-        check(
-            not fixed or layers is None,
-            f"layers holds depth {fixed and fixed[0]}, whose router does not choose by its input; "
-            "leave it out",
-        )
-        found.append(depths - set(fixed))
-        _check_sizes(stack, found[-1])
+    wanted = _after(skip, longest) if layers is None else _named(layers, longest)
+    found = [_adaptable(stack, wanted, all_must=layers is not None) for stack in stacks]
     if not any(found):
         given = f"skip={skip}" if layers is None else f"layers={[*layers]}"
         remedy = "use skip=1" if layers is None and longest > 1 else "two MoE layers are needed"
@@ -42,6 +25,15 @@ def adaptive_routers(
             f"always plain; {remedy}"
         )
     return found
+
+
+def _after(skip: int, longest: int) -> set[int]:
+    """Return all depths but the first `skip`, and never the first one."""
+    check(
+        isinstance(skip, int) and not isinstance(skip, bool) and skip >= 0,
+        f"skip={skip!r}; it must be a whole number, 0 or more",
+    )
+    return set(range(max(skip, 1), longest))
 
 
 def _named(layers: Iterable[int], longest: int) -> set[int]:
@@ -56,6 +48,23 @@ def _named(layers: Iterable[int], longest: int) -> set[int]:
             f"adaptive one is at 1 to {longest - 1}",
         )
     return set(layers)
+
+
+def _adaptable(stack: RouterStack, wanted: set[int], *, all_must: bool) -> set[int]:
+    """Return the wanted depths of a stack whose routers choose by their input.
+
+    all_must: raise a UserError for a wanted router that does not.
+    """
+    depths = {depth for depth in wanted if depth < len(stack.routers)}
+    fixed = sorted(depth for depth in depths if not stack.routers[depth].adaptable)
+    check(
+        not fixed or not all_must,
+        f"layers holds depth {fixed and fixed[0]}, whose router does not choose by its input; "
+        "leave it out",
+    )
+    depths -= set(fixed)
+    _check_sizes(stack, depths)
+    return depths
 
 
 def _check_sizes(stack: RouterStack, depths: set[int]) -> None:

@@ -9,6 +9,7 @@ In a checkpoint that several processes wrote, the weights are in the folder `sha
 import contextlib
 import os
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import acmoe
 from acmoe.config.serialize import decode, encode, flatten
 from acmoe.errors import UserError, check
 from acmoe.experts.old_names import current_name
+from acmoe.models.by_hand import set_by_hand
 from acmoe.models.registry import FAMILIES
 from acmoe.storage.atomic import report_write_errors, sha256_of, sync
 from acmoe.storage.sealed import SEALED, read_sealed, write_sealed
@@ -35,11 +37,15 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write `model` into the folder `path`, replacing a model that may be there.
 
     Raises a UserError, and leaves the folder as it is, if `load` would refuse the model: adapters
-    and parametrizations are not in its config.
+    and parametrizations are not in its config. Warns of attributes that were set by hand, which are
+    not in it either, such as `model.blocks[0].dropout.p = 0.5`.
     """
     folder = _folder(path)
     tensors = flat_state(model.state_dict())
-    _check_loadable(model, tensors)
+    with torch.device("meta"):
+        built = FAMILIES[_family(model)].build(model.config)
+    _check_loadable(model, built, tensors)
+    _warn_of_attributes(model, built)
     with report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with _replacing(folder) as draft:
@@ -73,16 +79,25 @@ def write_config(model: nn.Module, folder: Path, weights: str, digest: str) -> N
     write_sealed(folder / "config.json", document)
 
 
-def _check_loadable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def _warn_of_attributes(model: nn.Module, built: nn.Module) -> None:
+    """Warn if a loaded model would lack attributes that were set by hand."""
+    changes = set_by_hand(model, built)
+    if changes:
+        warnings.warn(
+            f"{type(model).__name__} is saved with the attributes of its config, and was changed: "
+            f"{'; '.join(changes[:3])} ({len(changes)} in all); set them again after loading, or "
+            "build the model with a config that has them",
+            stacklevel=3,
+        )
+
+
+def _check_loadable(model: nn.Module, built: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raise a UserError if `load` would refuse the tensors of this model."""
     name = type(model).__name__
-    family = FAMILIES[_family(model)]
     empty = next((key for key, tensor in tensors.items() if tensor.is_meta), None)
     check(empty is None, f"{name}: {empty} is on the meta device, without values; load them first")
-    with torch.device("meta"):
-        plain = family.build(model.config)
     fix = "it was changed; merge adapters and remove wrappers, or save its state_dict yourself"
-    _check_tensors(plain, tensors, name, fix)
+    _check_tensors(built, tensors, name, fix)
     places: dict[int, str] = {}
     for key, tensor in tensors.items():
         other = places.setdefault(tensor.data_ptr(), key)

@@ -46,19 +46,32 @@ def check_token_mask(x: Tensor, token_mask: Tensor | None) -> None:
     )
 
 
-def check_range(ids: Tensor, low: int, high: int, name: str) -> None:
-    """Require every id in [low, high)."""
+def check_range(ids: Tensor, low: int, high: int, name: str, more: str = "") -> None:
+    """Require every id in [low, high); `more` ends the message."""
     if torch.compiler.is_compiling() or transforming() or ids.numel() == 0 or ids.is_meta:
         return
     ids = ids.long()  # in uint8 or int8 a bound could overflow
     if ids.device.type != "cpu":
         inside = ((ids >= low) & (ids < high)).all()
-        torch._assert_async(inside, f"{name} holds ids outside [{low}, {high})")
+        torch._assert_async(inside, f"{name} holds ids outside [{low}, {high}){more}")
         return
     least, most = torch.aminmax(ids)
     if least.item() < low or most.item() >= high:
         bad = ids[(ids < low) | (ids >= high)].flatten()[0].item()
-        raise UserError(f"{name} holds id {bad}; ids must lie in [{low}, {high})")
+        raise UserError(f"{name} holds id {bad}; ids must lie in [{low}, {high}){more}")
+
+
+def check_one_run(mask_BN: Tensor, name: str, fix: str) -> None:
+    """Require that the True entries of every row follow each other without a gap."""
+    if torch.compiler.is_compiling() or transforming() or mask_BN.is_meta:
+        return
+    before_BN = torch.nn.functional.pad(mask_BN[:, :-1], (1, 0))
+    one_run_B = (mask_BN & ~before_BN).sum(1) <= 1
+    if mask_BN.device.type != "cpu":
+        torch._assert_async(one_run_B.all(), f"{name} has padding between tokens; {fix}")
+    elif not one_run_B.all():
+        row = int((~one_run_B).nonzero()[0])
+        raise UserError(f"{name} has padding between the tokens of row {row}; {fix}")
 
 
 def check_clusters(assignment: Tensor, num_clusters: int) -> None:
@@ -84,7 +97,7 @@ def check_count(value: int, name: str) -> None:
 
 
 def check_whole(value: object, name: str) -> None:
-    """Require a whole number of at least 1, as Python's int or what acts as one."""
+    """Require a whole number of at least 1: an int, or an object with `__index__`, as numpy's."""
     whole = hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
     check(whole, f"{name}={value!r}; it must be a whole number")
     check(value >= 1, f"{name}={value}; it must be at least 1")  # type: ignore[operator]

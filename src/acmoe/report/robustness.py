@@ -121,7 +121,7 @@ def _attacks(document: dict[str, Any], source: str) -> list[Measured]:
 
 
 def _attack_variant(document: dict[str, Any]) -> str:
-    """Return the settings that make it another attack: those that differ from the defaults."""
+    """Return all settings of an attack that differ from the defaults, as text."""
     attack = document["attack"]
     usual = encode(attack_config(attack["name"]).attack)
     other = [

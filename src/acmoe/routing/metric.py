@@ -142,7 +142,7 @@ class ExpertMoments(StepStatistics):
 def _without_origin(
     module: ExpertMoments, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Read the state_dicts of version 0.1, whose moments are those of x: the origin is 0."""
+    """Add the origin 0 to a state_dict of version 0.1, whose moments are of x, not x - origin."""
     if f"{prefix}moments" in state_dict:
         state_dict.setdefault(f"{prefix}origin", torch.zeros_like(module.origin))
 

@@ -16,9 +16,10 @@ from acmoe.ops.checks import check_dim, check_range, check_token_mask, check_who
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.routing.saved_names import rename_for_base
 from acmoe.routing.state import Routing, RoutingState, check_num_tokens
 from acmoe.routing.statistics.cache import StatisticsSlot
-from acmoe.routing.statistics.step_hook import Layer
+from acmoe.routing.statistics.registry import Layer
 
 if TYPE_CHECKING:
     from acmoe.routing.next_state import NextState
@@ -55,6 +56,7 @@ class Router(Layer):
         self.balance_group = ""
         # Computes the state for the next layer where no `acmoe.MoE` does (`build_router`).
         self.next_layer: NextState | None = None
+        self.register_load_state_dict_pre_hook(rename_for_base)  # type: ignore[no-untyped-call]
 
     def forward(
         self,

@@ -110,9 +110,9 @@ class CheckpointStore:
             raise
 
     def complete(self, step: int, state: dict[str, Any], files: Mapping[str, str]) -> Path:
-        """Give a checkpoint whose other files are written its state.json and its name.
+        """Write state.json beside the other files of the checkpoint, and rename its folder.
 
-        `files` holds digests that are known already.
+        Only the rename makes it a checkpoint. files: SHA-256 of files that are known already.
         """
         target = step_folder(self.folder, step)
         self._seal(self.partial, step, state, files)

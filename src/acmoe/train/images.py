@@ -24,7 +24,7 @@ from acmoe.evaluate.images.accuracy import ImageFigure, ImageReport, evaluate_im
 from acmoe.evaluate.same_data import classes_sha256, labels_sha256
 from acmoe.models.images.classifier import ImageClassifier, VisionOutput
 from acmoe.models.registry import build_model
-from acmoe.routing.statistics.group import measuring_alone
+from acmoe.routing.process_group import measuring_alone
 from acmoe.runtime import autocast
 from acmoe.train.ema import WeightAverage
 from acmoe.train.metrics_log import ImageMetricsLog, MetricsLog

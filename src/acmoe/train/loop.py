@@ -35,14 +35,19 @@ class TrainLoop:
         with contextlib.closing(self.log):
             return self._run()
 
-    def _run(self) -> int:
-        config, last = self.trainer.config, self.trainer.steps
+    def _begin(self) -> int:
+        """Load the latest checkpoint, if any; return the step that training goes on from."""
         step, notes = resume_run(self.store, self.trainer, self.log)
         if self.started is not None:
             self.started(step)
         self.display.begin(step, self.log)
         for note in notes:
             self.display.say(note)
+        return step
+
+    def _run(self) -> int:
+        config, last = self.trainer.config, self.trainer.steps
+        step = self._begin()
         saver = None if self.store is None else Saver(self.store, self.trainer, self.log)
         stopping = False
         while step < last and not stopping:

@@ -53,32 +53,42 @@ def claim(folder: Path, config: Any, vocabulary: Vocabulary | None = None) -> It
         _check_empty(folder)  # before the lock, which would leave a file in somebody's folder
     in_use = f"{folder} is in use by process {{owner}}; wait for it, or choose another folder"
     with locked(folder / LOCK, in_use=in_use):
-        with report_write_errors(folder):
-            for name in (CONFIG, VOCABULARY, METRICS):  # drafts of a process that was killed
-                (folder / f".{name}{DRAFT}").unlink(missing_ok=True)
-        path = folder / CONFIG
-        begun = path.is_file()
-        if begun:
-            _check_same(path, config)
-        else:
-            _check_empty(folder)
-        if vocabulary is not None:
-            begun_with = read_json(path).get("vocabulary_sha256") if begun else None
-            write_vocabulary(vocabulary, folder, digest=begun_with)
-        if not begun:
-            _write_config(path, config)
+        begun = _fill(folder, config, vocabulary)
         try:
             yield
         except Exception:
             if not begun and folder.is_dir() and not _other_files(folder):
-                path.unlink(missing_ok=True)
+                (folder / CONFIG).unlink(missing_ok=True)
             raise
+
+
+def _fill(folder: Path, config: Any, vocabulary: Vocabulary | None) -> bool:
+    """Write config and vocabulary into a locked folder; return True if they were there before."""
+    with report_write_errors(folder):
+        for draft in _drafts():  # of a process that was killed
+            (folder / draft).unlink(missing_ok=True)
+    path = folder / CONFIG
+    begun = path.is_file()
+    if begun:
+        _check_same(path, config)
+    else:
+        _check_empty(folder)
+    if vocabulary is not None:
+        begun_with = read_json(path).get("vocabulary_sha256") if begun else None
+        write_vocabulary(vocabulary, folder, digest=begun_with)
+    if not begun:
+        _write_config(path, config)
+    return begun
+
+
+def _drafts() -> list[str]:
+    """Return the names under which files are written before they get their own."""
+    return [f".{name}{DRAFT}" for name in (CONFIG, VOCABULARY, METRICS)]
 
 
 def _check_empty(folder: Path) -> None:
     """Raise a UserError if a folder without a config holds files of somebody else."""
-    drafts = {f".{name}{DRAFT}" for name in (CONFIG, VOCABULARY, METRICS)}
-    found = [name for name in _other_files(folder) if name not in drafts]
+    found = [name for name in _other_files(folder) if name not in _drafts()]
     check(
         not found,
         f"{folder} holds {', '.join(found[:3])} and is no run folder; choose another",

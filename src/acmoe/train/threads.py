@@ -59,7 +59,9 @@ def choose_threads(
     on_cpu = pick_device(device).type == "cpu"
     parameters = count_model(model) if on_cpu else None
     small = parameters is not None and parameters < SMALL
-    onednn = _saved_onednn(saved) if saved is not None else False if small and is_arm() else None
+    onednn = False if small and is_arm() else None
+    if saved is not None:
+        onednn = _saved_onednn(saved)
     if requested is not None:
         return Threads(requested, "--threads", onednn)
     if "OMP_NUM_THREADS" in os.environ:

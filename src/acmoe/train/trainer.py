@@ -25,7 +25,7 @@ from acmoe.errors import check
 from acmoe.fast.compiled import compile_blocks
 from acmoe.models.checkpoint import MODEL, flat_state, nested_state
 from acmoe.models.registry import build_model
-from acmoe.routing.statistics.group import set_statistics_group
+from acmoe.routing.process_group import set_statistics_group
 from acmoe.storage.shards import Stored
 from acmoe.train.ema import WeightAverage
 from acmoe.train.graph import StepGraph, make_capturable
@@ -209,9 +209,10 @@ class Trainer(ABC):
         )
 
     def empty_shards(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
-        """Return empty tensors for those of a checkpoint's tensors that this process needs.
+        """Return uninitialised tensors into which this process loads its part of a checkpoint.
 
-        The checkpoint may come from another number of processes.
+        stored: the shapes and dtypes in the checkpoint, which another number of processes may have
+        written.
         """
         model = {
             MODEL + name: torch.empty_like(value)

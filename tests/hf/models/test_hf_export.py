@@ -118,7 +118,7 @@ def test_weights_that_are_not_finite_are_not_exported(run, tmp_path, monkeypatch
     with torch.no_grad():
         model.unembed.weight[3, 2] = float("nan")
     with monkeypatch.context() as unchecked:  # `save` refuses NaN; a program of others may not
-        unchecked.setattr(checkpoint, "_check_loadable", lambda model, tensors: None)
+        unchecked.setattr(checkpoint, "_check_loadable", lambda *_: None)
         checkpoint.save(model, broken.checkpoint())
     with pytest.raises(UserError, match=r"unembed\.weight holds NaN"):
         export_run(base, tmp_path / "hf")

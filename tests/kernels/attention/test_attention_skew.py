@@ -5,10 +5,10 @@ head, C columns of the buffer, M rows of eight queries.
 """
 
 import math
-from typing import NamedTuple
 
 import pytest
 import torch
+from attention_cases import Shape, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,39 +16,21 @@ from torch import Tensor
 from slow_cases import mostly_slow
 
 
-class Shape(NamedTuple):
-    before: int  # S
-    queries: int  # L
-    span: int  # W
-    heads: int = 2
-    features: int = 16
+def one_stream(before: int, queries: int, span: int, heads: int = 2) -> Shape:
+    return Shape(before, queries, span, features=16, streams=1, heads=heads)
 
 
 # No memory; windows shorter than a tile of 32, and longer than two; queries that fill neither a row
 # of eight nor a tile; distances that reach beyond the first key.
 SLOW = pytest.mark.slow
 SHAPES = [
-    Shape(0, 40, 7),
-    Shape(0, 75, 74, heads=1),
-    Shape(33, 20, 33),
-    Shape(3, 17, 9),
-    Shape(100, 64, 100, heads=1),
-    Shape(5, 41, 45),
+    one_stream(0, 40, 7),
+    one_stream(0, 75, 74, heads=1),
+    one_stream(33, 20, 33),
+    one_stream(3, 17, 9),
+    one_stream(100, 64, 100, heads=1),
+    one_stream(5, 41, 45),
 ]
-
-
-def draw(shape: Shape, device: str) -> list[Tensor]:
-    """q, k, v, table and a gradient of the output, of one stream."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    lead, num_keys = (1, shape.heads), shape.before + shape.queries
-    sizes = [
-        (*lead, shape.queries, shape.features),
-        (*lead, num_keys, shape.features),
-        (*lead, num_keys, shape.features),
-        (shape.features, shape.span),
-        (*lead, shape.queries, shape.features),
-    ]
-    return [torch.randn(size, generator=generator).to(device) for size in sizes]
 
 
 def entry_of(shape: Shape, columns: int, left: int, device: str) -> tuple[Tensor, Tensor]:

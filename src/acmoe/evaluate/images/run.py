@@ -13,7 +13,7 @@ from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.evaluate.images.accuracy import ImageReport, evaluate_images
 from acmoe.evaluate.images.attack import AttackReport, evaluate_attack
 from acmoe.evaluate.run import ATTACKS, ImageRun, Which
-from acmoe.routing.statistics.group import measuring_alone
+from acmoe.routing.process_group import measuring_alone
 from acmoe.storage.atomic import replace_text
 from acmoe.storage.strict_json import json_text
 

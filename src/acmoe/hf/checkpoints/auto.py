@@ -25,21 +25,28 @@ NAME = "Adaptive"  # beginning of class names
 
 CONFIGS = configuration_auto.CONFIG_MAPPING
 AdaptiveClass = Callable[[type[PreTrainedModel]], type[PreTrainedModel]]
+AdaptiveConfigClass = Callable[[type[PreTrainedConfig]], type[PreTrainedConfig]]
 
 
 class AdaptiveTypes(dict[str, type[PreTrainedConfig]]):
     """Registered configs by model type. Those of attached models are made when looked up."""
 
+    def __init__(
+        self,
+        registered: dict[str, type[PreTrainedConfig]],
+        adaptive_config_class: AdaptiveConfigClass,
+    ) -> None:
+        super().__init__(registered)
+        self.adaptive_config_class = adaptive_config_class
+
     def __contains__(self, key: object) -> bool:
         return super().__contains__(key) or plain_type(key) is not None
 
     def __missing__(self, key: str) -> type[PreTrainedConfig]:
-        from acmoe.hf.checkpoints.classes import adaptive_config_class
-
         plain = plain_type(key)
         if plain is None:
             raise KeyError(key)
-        return adaptive_config_class(CONFIGS[plain])
+        return self.adaptive_config_class(CONFIGS[plain])
 
 
 def plain_type(key: object) -> str | None:
@@ -48,10 +55,14 @@ def plain_type(key: object) -> str | None:
     return plain if plain != key and plain in CONFIGS else None
 
 
-def know_all_types() -> None:
-    """Let AutoConfig know the model types of attached models, without making their classes."""
-    if not isinstance(CONFIGS._extra_content, AdaptiveTypes):
-        CONFIGS._extra_content = AdaptiveTypes(CONFIGS._extra_content)
+def know_all_types(adaptive_config_class: AdaptiveConfigClass) -> None:
+    """Let AutoConfig know the model types of attached models, without making their classes.
+
+    adaptive_config_class: makes the config class of attached models from the plain one.
+    """
+    known = CONFIGS._extra_content
+    if not isinstance(known, AdaptiveTypes):
+        CONFIGS._extra_content = AdaptiveTypes(known, adaptive_config_class)
 
 
 def register_config(

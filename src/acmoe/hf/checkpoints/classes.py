@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -23,8 +24,9 @@ from acmoe.hf.adaptive import AdaptivePart
 from acmoe.hf.checkpoints.adapters import StatisticsBeside, follow_peft
 from acmoe.hf.checkpoints.auto import NAME, PREFIX, register_config, register_model
 from acmoe.hf.checkpoints.conversion import by_module_names
-from acmoe.hf.checkpoints.options import attach_arguments
+from acmoe.hf.checkpoints.options import AttachOptions, read_options
 from acmoe.hf.checkpoints.wrappers import outermost_models
+from acmoe.hf.parts import add_parts
 from acmoe.routing.statistics.step import StepStatistics
 
 _CONFIGS: dict[type[PreTrainedConfig], type[PreTrainedConfig]] = {}  # plain class -> adaptive
@@ -60,8 +62,8 @@ class AdaptiveModelConfig:
         know, and prints their names.
         """
         fields = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
-        name = (getattr(self, "architectures", None) or [f"a {type(self).__name__} model"])[0]
-        _refuse(fields, REFUSAL + f", or as acmoe.hf.{name}")
+        name = (getattr(self, "architectures", None) or [""])[0]
+        _refuse(fields, f"{REFUSAL}, or {_by_class(name)}")
         text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
         Path(json_file_path).write_text(text, encoding="utf-8")
 
@@ -80,9 +82,16 @@ class AdaptiveModelConfig:
         return super().from_dict(_without_refusal(config_dict), **kwargs)  # type: ignore[misc]
 
 
+def _by_class(name: str) -> str:
+    """Say how to load a model by its adaptive class; acmoe.hf has those of transformers' models."""
+    plain = name.removeprefix(NAME)
+    known = hasattr(transformers, plain)
+    return f"as acmoe.hf.{name}" if known else f"by acmoe.hf.adaptive_class({plain or 'ItsClass'})"
+
+
 def _refuse(fields: dict[str, Any], text: str) -> None:
-    """Add the refusal to a config, and to those of its parts that have experts: a plain class of
-    such a part reads that part alone."""
+    """Write the text into a config, and into each sub-config with experts: the plain class of a
+    submodel reads its sub-config alone."""
     fields.update(dict.fromkeys(REFUSED, text))
     for part in fields.values():
         if isinstance(part, dict) and "model_type" in part and any("expert" in key for key in part):
@@ -104,9 +113,7 @@ class AdaptiveModel(StatisticsBeside):
     _auto_class = None
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        from acmoe.hf.attach import attach
-
-        arguments = attach_arguments(config)
+        options = read_options(config)
         nested = _NESTED.get()
         token = _NESTED.set(True)
         try:
@@ -115,12 +122,14 @@ class AdaptiveModel(StatisticsBeside):
             _NESTED.reset(token)
         if not nested:
             _make_parts_plain(self)
-            attach(self, **arguments)  # type: ignore[type-var]
+            assert isinstance(self, nn.Module)
+            add_parts(self, options)
+            adopt(self, options)
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Answer for the plain class: transformers searches the source file of the class, which for
-        this one is not the file of the experts, and would run them by its slow loop, "eager"."""
+        """Return the answer of the plain class: transformers looks for experts in the source file
+        of the class. Here it would find none, and run them in its slow loop, "eager"."""
         return bool(cls.plain_class._can_set_experts_implementation())
 
     def initialize_weights(self) -> None:
@@ -131,6 +140,16 @@ class AdaptiveModel(StatisticsBeside):
         super().initialize_weights()  # type: ignore[misc]
         for one in new:
             _reset_missing(one)
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the part of `generate` that drafts tokens, as for the plain class: an assistant of
+        Gemma 4 asks whether the name of the model's class begins with "Gemma4"."""
+        kind = type(self)
+        try:
+            self.__class__ = self.plain_class
+            return self._get_candidate_generator(*args, **kwargs)
+        finally:
+            self.__class__ = kind
 
     def load_state_dict(
         self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False
@@ -206,7 +225,7 @@ def _name_of(plain: type[PreTrainedModel]) -> str:
     return sharded + NAME + plain.__name__.removeprefix(sharded)
 
 
-def adopt(model: nn.Module, options: dict[str, Any]) -> None:
+def adopt(model: nn.Module, options: AttachOptions) -> None:
     """Give the attached models in `model` their adaptive classes; write the options to configs."""
     follow_peft()
     for one in outermost_models(model):
@@ -220,7 +239,7 @@ def adopt(model: nn.Module, options: dict[str, Any]) -> None:
             for module in one.modules():
                 if isinstance(module, StepStatistics):
                     setattr(module, INITIALIZED, True)
-        one.config.acmoe = options
+        one.config.acmoe = options.stored()
 
 
 def check_whole(model: nn.Module) -> None:

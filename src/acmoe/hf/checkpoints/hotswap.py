@@ -41,7 +41,10 @@ def _reading(read: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, 
 
 
 def _swapping(swap: Callable[..., None], load: Load) -> Callable[..., None]:
-    """Wrap the function that writes; it may also be called with tensors of no file."""
+    """Wrap the function that writes tensors into an adapter: it then loads the statistics, too.
+
+    Tensors that were not read from a file just before have no statistics beside them.
+    """
 
     @functools.wraps(swap)
     def hotswap_adapter_from_state_dict(

@@ -57,10 +57,10 @@ class AcmoePreTrainedModel(StatisticsBeside, PreTrainedModel):  # type: ignore[m
             reset()
 
     def check_placed(self) -> None:
-        """Raise a UserError if accelerate has offloaded what no hook of its loads again in time.
+        """Raise a UserError if accelerate has offloaded a tensor that it will not load in time.
 
-        It loads the weights of a module for the module's call; tensors that are read outside of
-        such a call stay on the meta device, and have no values.
+        accelerate loads the tensors of a module when the module is called. This model reads some
+        tensors without such a call: they would be on the meta device, without values.
         """
         if not hasattr(self, "_hf_hook"):
             return

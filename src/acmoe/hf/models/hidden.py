@@ -47,7 +47,7 @@ def check_positions(
     attention_mask: Tensor | None,
     seen: int = 0,
 ) -> None:
-    """Check that position ids are those that every text has from its first token on.
+    """Raise a UserError unless position ids count 0, 1, 2, ... from the first token of each text.
 
     Args:
         position_ids: (B, L) or (1, L); None is always right, since positions are relative.

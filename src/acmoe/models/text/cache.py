@@ -80,7 +80,10 @@ class BlockCache:
                 slot.select(rows)
 
     def rotate(self, q_BHLP: Tensor, k_BHNP: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate keys from the cache's position on, and queries, which are those of the last L."""
+        """Rotate keys and queries by their positions: N keys from the cache's position on.
+
+        The L queries are at the last L of these positions.
+        """
         later = k_BHNP.shape[2] - q_BHLP.shape[2]
         return rotate(q_BHLP, self.position + later), rotate(k_BHNP, self.position)
 

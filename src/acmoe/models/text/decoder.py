@@ -24,10 +24,10 @@ from acmoe.models.text.memory import (
     SegmentCaches,
     StreamMemory,
 )
-from acmoe.models.text.segment import blank_ids, check_segment, joined_mask
+from acmoe.models.text.segment import blank_ids, check_padding, check_segment, joined_mask
 from acmoe.models.text.stack import BlockInputs, BlockRunner, run_blocks
 from acmoe.models.unmodified import modified
-from acmoe.ops.cross_entropy.op import chunked_cross_entropy
+from acmoe.ops.cross_entropy.op import IGNORED, chunked_cross_entropy
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.embedding.op import Embedding
 from acmoe.ops.statistics.dispersion import accumulation_dtype
@@ -36,14 +36,12 @@ from acmoe.routing.layer_plan import plan_layers
 from acmoe.routing.router import unwrapped
 from acmoe.routing.state import Routing, RoutingState
 
-_IGNORED = -100  # a target that does not count, as in torch
-
 
 class LanguageOutput(NamedTuple):
     """The result of a forward pass. `loss` is the cross-entropy alone; train on loss + aux_loss."""
 
     logits: Tensor | None  # (B, L, V); None where targets were given
-    loss: Tensor | None  # () mean nats per real token
+    loss: Tensor | None  # () mean nats per scored token
     aux_loss: Tensor  # () weighted auxiliary losses of all MoE layers
     memory: Memory  # for the next segment of the same streams
     routings: tuple[Routing, ...] | None  # one per MoE layer, if requested
@@ -103,10 +101,13 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens: (B, L) ids.
-            targets: (B, L) ids of the next tokens. The full logits are then never materialised.
+            targets: (B, L) ids of the next tokens, -100 where a prediction is not scored: the token
+                there is read as any other, and the loss is the mean over the other predictions.
+                The full logits are then never materialised.
             memory: from the previous segment's output; None begins new streams.
             token_mask: (B, L) True for real tokens. Padding must be before a stream's first token
-                or after its last; it does not affect results, and its targets are not read.
+                or after its last, also over several segments; it does not affect results, and its
+                targets are not read.
             return_routings: also return each MoE layer's decision.
         """
         self._check(tokens, targets, memory, token_mask)
@@ -121,9 +122,10 @@ class LanguageModel(nn.Module):
         return LanguageOutput(logits, loss, state.aux_loss, after, found)
 
     def mean_loss(self, x_BLD: Tensor, targets: Tensor, token_mask: Tensor | None) -> Tensor:
-        """Return () the mean cross-entropy of the real tokens, without materialising all logits.
+        """Return () the mean cross-entropy of the scored tokens, without materialising all logits.
 
-        An output layer that was wrapped or has hooks is called, and all logits are materialised.
+        Scored are real tokens whose target is not -100; without any the loss is 0. An output layer
+        that was wrapped or has hooks is called, and all logits are materialised.
         """
         x_TD, targets_T = x_BLD.flatten(0, 1), targets.flatten()
         mask_T = None if token_mask is None else token_mask.flatten()
@@ -135,16 +137,14 @@ class LanguageModel(nn.Module):
         return chunked_cross_entropy(x_TD, weight, bias, targets_T, token_mask=mask_T)
 
     def _loss_of_all_logits(self, x_TD: Tensor, targets_T: Tensor, mask_T: Tensor | None) -> Tensor:
-        """Return () the mean cross-entropy of the real tokens by a call of the output layer."""
-        count: Tensor | int = max(1, len(targets_T))
+        """Return () the mean cross-entropy of the scored tokens by a call of the output layer."""
         if mask_T is not None:  # no boolean index: torch.compile could not trace it
-            count = mask_T.sum().clamp(min=1)
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0.0)  # padding may hold any values
-            targets_T = targets_T.masked_fill(~mask_T, _IGNORED)
+            targets_T = targets_T.masked_fill(~mask_T, IGNORED)
         logits_TV = self.unembed(x_TD)
         logits_TV = logits_TV.to(accumulation_dtype(logits_TV.dtype))
-        total = F.cross_entropy(logits_TV, targets_T, reduction="sum", ignore_index=_IGNORED)
-        return total / count
+        total = F.cross_entropy(logits_TV, targets_T, reduction="sum", ignore_index=IGNORED)
+        return total / (targets_T != IGNORED).sum().clamp(min=1)
 
     def hidden_states(
         self,
@@ -266,3 +266,5 @@ class LanguageModel(nn.Module):
             vocab_size=self.config.vocab_size,
             num_blocks=len(self.blocks),
         )
+        masked = self.config.empty_memory == "masked"
+        check_padding(memory, token_mask, tokens, masked=masked)

@@ -8,7 +8,6 @@ alone.
 Shapes: B sequences, L prompt length with padding, V words.
 """
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -97,35 +96,57 @@ def _continue(
     _check_prompt(logits_BV)
     step = model.decode_steps(model, cache, max_new_tokens - 1, stop_token is not None)
     done_B = torch.zeros_like(tokens_BL[:, 0], dtype=torch.bool)
-    # A tensor of its own for each of many tokens would take a hundred times their memory.
-    blocks: list[Tensor] = []
-    chosen: list[Tensor] = []
-    logits: list[Tensor] = []  # (B,) those of the chosen tokens
-    for count in itertools.count(1):
+    chosen = ChosenTokens()
+    count = 0  # of the tokens generated for each sequence
+    while True:
         if stop_token is not None:
             # Nobody reads a finished sequence; torch cannot sample from a row of NaN.
             logits_BV = logits_BV.masked_fill(done_B[:, None], 0.0)
-        token_B = _draw(draw, logits_BV, count - 1)
+        token_B = _draw(draw, logits_BV, count)
         logit_B = logits_BV.gather(1, token_B[:, None])[:, 0]
         if stop_token is not None:
             token_B = token_B.masked_fill(done_B, stop_token)
             done_B = done_B | (token_B == stop_token)
-        chosen.append(token_B)
-        logits.append(logit_B)
         if on_token is not None:
             on_token(token_B)
-        last = count == max_new_tokens or (stop_token is not None and bool(done_B.all()))
-        if last or len(chosen) == BLOCK:
-            _check_chosen(logits, count - len(chosen))
-            blocks.append(torch.stack(chosen, dim=1))
-            chosen.clear()
-            logits.clear()
-        if last:
-            break
+        chosen.add(token_B, logit_B)
+        count += 1
+        if count == max_new_tokens or (stop_token is not None and bool(done_B.all())):
+            return chosen.joined()
         # Mask a finished sequence: under batch statistics it must not influence the others.
         going_B1 = None if stop_token is None else ~done_B[:, None]
         logits_BV = step(token_B[:, None], going_B1)
-    return torch.cat(blocks, dim=1)
+
+
+class ChosenTokens:
+    """The generated tokens. Every BLOCK of them is checked and becomes one tensor.
+
+    A tensor of its own for each of many tokens would take a hundred times their memory.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []  # (B, BLOCK) tokens
+        self._tokens: list[Tensor] = []  # (B,) those after the last block
+        self._logits: list[Tensor] = []  # (B,) the logits by which they were chosen
+
+    def add(self, token_B: Tensor, logit_B: Tensor) -> None:
+        """Add a token of each sequence, and its logit."""
+        self._tokens.append(token_B)
+        self._logits.append(logit_B)
+        if len(self._tokens) == BLOCK:
+            self._close_block()
+
+    def joined(self) -> Tensor:
+        """Return (B, N) all tokens."""
+        if self._tokens:
+            self._close_block()
+        return torch.cat(self._blocks, dim=1)
+
+    def _close_block(self) -> None:
+        _check_chosen(self._logits, BLOCK * len(self._blocks))
+        self._blocks.append(torch.stack(self._tokens, dim=1))
+        self._tokens.clear()
+        self._logits.clear()
 
 
 # (B, 1) new tokens and their mask, or None, to the (B, V) logits of the next ones. The result may

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from acmoe.errors import check
 from acmoe.models.text.memory import StreamMemory
-from acmoe.ops.checks import check_range
+from acmoe.ops.checks import check_one_run, check_range
+from acmoe.ops.cross_entropy.op import IGNORED
 
 
 def check_segment(
@@ -41,16 +42,33 @@ def check_segment(
             f"{name} have shape {other is not None and tuple(other.shape)}; tokens have "
             f"{tuple(tokens.shape)}: give one entry per token",
         )
-    for name, ids in (("tokens", tokens), ("targets", targets)):
-        if ids is not None:
-            check_ids(ids, name)
-            check_range(blank_ids(ids, token_mask), 0, vocab_size, name)
+    check_ids(tokens, "tokens")
+    check_range(blank_ids(tokens, token_mask), 0, vocab_size, "tokens")
+    if targets is not None:
+        check_ids(targets, "targets")
+        scored = blank_ids(targets, token_mask).masked_fill(targets == IGNORED, 0)
+        also = f", or be {IGNORED} where a prediction is not scored"
+        check_range(scored, 0, vocab_size, "targets", also)
     if memory is not None:
         check(
             len(memory.hidden) == num_blocks and memory.hidden[0].shape[0] == tokens.shape[0],
             f"memory has {len(memory.hidden)} blocks and {memory.hidden[0].shape[0]} streams, "
             f"this call {num_blocks} and {tokens.shape[0]}; pass these streams' memory",
         )
+
+
+def check_padding(
+    memory: StreamMemory | None, token_mask: Tensor | None, tokens: Tensor, *, masked: bool
+) -> None:
+    """Raise a UserError if padding is between two tokens of a stream.
+
+    Distances between tokens, and so the results, would count it. masked: positions of memory that
+    hold no token are False in its mask; in the published model they are zeros, and not known.
+    """
+    joined = joined_mask(memory, token_mask, tokens) if masked else token_mask
+    if joined is not None:
+        fix = "pad before a stream's first token or after its last, earlier segments included"
+        check_one_run(joined, "token_mask", fix)
 
 
 def check_ids(ids: Tensor, name: str) -> None:

@@ -206,11 +206,12 @@ def _window_attention_backward(
     grad, out = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (grad, out))
     dkv = torch.empty_like(kv)
     if weights.numel() > 0:
-        from acmoe.ops.attention.hopper import saved_weights as hopper_backward
+        from acmoe.ops.attention.hopper.backward import run_backward as run_hopper_backward
+        from acmoe.ops.attention.hopper.saved_weights import SavedWeights
         from acmoe.ops.device.launcher import tma_aligned
 
-        saved = hopper_backward.SavedWeights(weights, row_max)
-        dq, dpositions = hopper_backward.run_backward(
+        saved = SavedWeights(weights, row_max)
+        dq, dpositions = run_hopper_backward(
             *(tma_aligned(grad), tma_aligned(q), tma_aligned(kv), positions, out, lse, saved, dkv),
             *(scale, dropout, features),
         )

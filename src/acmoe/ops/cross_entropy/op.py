@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.errors import check
+from acmoe.ops.checks import host_may_read
 from acmoe.ops.cross_entropy.output_layer import (
     add_gemm,
     log_probabilities,
@@ -37,6 +38,7 @@ _LOGITS_ON_CPU = 2**22  # the most logits that exist at a time
 # On a GPU, logits may take this share of its memory: chunks must be long enough that accumulating
 # the weight gradient (V x A, read and written once per chunk) is cheap beside the GEMMs.
 _SHARE_OF_GPU = 1 / 32
+IGNORED = -100  # a target that does not count: the default ignore_index of torch's cross_entropy
 
 
 def chunked_cross_entropy(
@@ -55,19 +57,22 @@ def chunked_cross_entropy(
         x: (T, D) hidden states.
         weight: (V, D) output layer.
         bias: (V,) or None.
-        targets: (T,) word ids; those of masked tokens are not read.
+        targets: (T,) word ids, -100 where a prediction does not count; those of masked tokens are
+            not read.
         chunk: tokens whose logits exist at one time; None picks it from V and the device.
-        token_mask: (T,) True where a token counts; None counts all.
+        token_mask: (T,) False at padding, which does not count and may hold any values; None: all
+            are tokens.
         reduction: "mean" over counted tokens (0 when there are none), "sum", or "none" for
-            (T,) losses with 0 at masked tokens. "none" carries no gradient.
+            (T,) losses with 0 at the others. "none" carries no gradient.
 
     Returns:
         float32 loss (float64 for float64 input).
     """
     _check(x, weight, targets, chunk, reduction)
     gemm_dtype = autocast_dtype(x) or x.dtype
-    keep_T = token_mask
+    keep_T = counted(targets, token_mask)
     safe_T = targets if keep_T is None else targets.masked_fill(~keep_T, 0)
+    x = _masked(x, token_mask)  # padding may hold any values
     if chunk is None:
         chunk = max(1, min(x.shape[0], _most_logits(x.device) // weight.shape[0]))
     # Autocast is off: it would cast the whole weight again in every chunk.
@@ -84,6 +89,17 @@ def chunked_cross_entropy(
         if reduction == "sum":
             return total
         return total / (max(1, len(x)) if keep_T is None else keep_T.sum().clamp(min=1))
+
+
+def counted(targets_T: Tensor, token_mask_T: Tensor | None) -> Tensor | None:
+    """Return (T,) True where a prediction counts: at tokens whose target is not -100; None: at all.
+
+    A CPU looks whether any target is -100. On a GPU the host would wait for the answer.
+    """
+    scored_T = targets_T != IGNORED
+    if host_may_read(targets_T) and bool(scored_T.all()):
+        return token_mask_T
+    return scored_T if token_mask_T is None else scored_T & token_mask_T
 
 
 def _sum_of_losses(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -139,10 +155,16 @@ def _masked(x: Tensor, keep_T: Tensor | None) -> Tensor:
 def cross_entropy_chunk(
     x_NA: Tensor, weight_VA: Tensor, targets_N: Tensor, keep_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return a chunk's losses (N,) and the gradient of its logits (N, V), in x's dtype."""
+    """Return a chunk's losses (N,) and the gradient of its logits (N, V), in x's dtype.
+
+    keep_N: True where a token counts; elsewhere the gradient is 0. None: all count.
+    """
     log_NV = log_probabilities(x_NA, weight_VA)
     chosen_N1 = log_NV.gather(1, targets_N[:, None])
-    return -chosen_N1[:, 0], _grad_of_logits(log_NV, chosen_N1, targets_N[:, None], x_NA.dtype)
+    grad_NV = _grad_of_logits(log_NV, chosen_N1, targets_N[:, None], x_NA.dtype)
+    if keep_N is not None:
+        grad_NV.masked_fill_(~keep_N[:, None], 0.0)
+    return -chosen_N1[:, 0], grad_NV
 
 
 @cross_entropy_chunk.register(
@@ -192,7 +214,7 @@ def _plain_losses(
 
 
 class _SumOfLosses(torch.autograd.Function):
-    """Sum of losses over unmasked tokens; forward computes the gradients chunk by chunk.
+    """Sum of losses over counted tokens; forward computes the gradients chunk by chunk.
 
     The result is a scalar, so backward only multiplies the stored gradients by one number.
     """
@@ -210,10 +232,7 @@ class _SumOfLosses(torch.autograd.Function):
     ) -> Tensor:
         wide, features = accumulation_dtype(gemm_dtype), x_TD.shape[1]
         needs_x, *needs_layer = ctx.needs_input_grad[:3]
-        # A masked token may hold any values; it adds zeros to the layer's gradient.
-        x_TA = with_ones(_masked(x_TD, keep_T), gemm_dtype)
-        unmasked_TA = _masked(x_TA, keep_T)
-        weight_VA = with_bias(weight_VD, bias_V, gemm_dtype)
+        x_TA, weight_VA = with_ones(x_TD, gemm_dtype), with_bias(weight_VD, bias_V, gemm_dtype)
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
         grad_VA = torch.zeros_like(weight_VA, dtype=wide) if any(needs_layer) else None
         total = x_TD.new_zeros((), dtype=wide)
@@ -223,9 +242,9 @@ class _SumOfLosses(torch.autograd.Function):
             losses_N, grad_NV = cross_entropy_chunk(x_TA[rows], weight_VA, targets_T[rows], keep_N)
             total += _masked(losses_N, keep_N).sum()
             if grad_x_TD is not None:
-                grad_x_TD[rows] = _masked(grad_NV @ weight_VA[:, :features], keep_N)
+                grad_x_TD[rows] = grad_NV @ weight_VA[:, :features]
             if grad_VA is not None:
-                add_gemm(grad_VA, grad_NV.T, unmasked_TA[rows])
+                add_gemm(grad_VA, grad_NV.T, x_TA[rows])
         ctx.save_for_backward(grad_x_TD, grad_VA)
         ctx.layer = weight_VD.shape, weight_VD.dtype, None if bias_V is None else bias_V.dtype
         return total

@@ -282,11 +282,11 @@ def route_through(*inputs: Any, totals: str, weight: float = 1.0) -> tuple[Any, 
     if not recorded and repeats:
         found = _without_gradient(totals, weight, False, *inputs)
         return *found, x, found[3] if totals == "balance" else None
+    passes = recorded and x.requires_grad
     if not repeats:
         tell_counters()
-    passes = recorded and x.requires_grad
-    if not (recorded and (repeats or passes)) or (not repeats and is_compiling()):
-        return *route_op(*inputs), x, None
+        if is_compiling() or not passes:
+            return *route_op(*inputs), x, None
     if totals == "balance":
         affinities = x.shape[0] * embedding.shape[0]
         totals = "shares" if affinities <= _FEW_AFFINITIES else "sums"

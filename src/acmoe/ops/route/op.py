@@ -55,9 +55,9 @@ def fused_route(
         scale_CD, assignment_T = _constant_scale(tokens.scale, tokens.assignment)
         if token_mask is None and tokens.order is not None:
             slot_token, slot_end = _slots(tokens.x, tokens.order, tokens.scale.shape[0])
-    # A compiled call computes the sums.
-    summed = temperature is None or token_mask is not None or noise is not None or is_compiling()
-    weight = None if summed or balance_weight is None else float(balance_weight)
+    # Eager calls without mask and noise may return `balance`, others `gate_sum` and `load`.
+    sums_only = temperature is None or token_mask is not None or noise is not None or is_compiling()
+    weight = None if sums_only or balance_weight is None else float(balance_weight)
     factor = 1.0 if weight is None else _repeated_weight(weight)
     expert_ids, gate, affinity, sums, load, first, x, balance = route_through(
         tokens.rows(),
@@ -77,7 +77,7 @@ def fused_route(
     )
     clean = affinity if noise is None else affinity - noise  # exact up to rounding
     if balance is not None and weight is not None and factor != weight:
-        balance = weight * balance
+        balance = weight * balance  # the kernel has multiplied by a factor of 1
     if temperature is None or balance is not None:
         sums = load = None
     elif noise is not None:

@@ -36,6 +36,18 @@ def optimal_weights(dispersion: Tensor, strength: float | Tensor) -> Tensor:
     tensor([[0.7500, 0.2500]])
     """
     check_strength(strength)
+    _check_dispersion(dispersion)
+    # float64 if the device has it: dispersions range from a millionth of lambda to a million times
+    # it. In float32 the weights have relative errors below 2e-6 (tests/ops/test_narrow_scale.py).
+    wide = wide_dtype(dispersion.device)
+    lam = _strength_of_rows(strength, dispersion, wide)
+    function = _Transformable if transforming() else _OptimalWeights
+    weights: Tensor = function.apply(dispersion.to(wide), lam)  # type: ignore[no-untyped-call]
+    return weights.to(dispersion.dtype)
+
+
+def _check_dispersion(dispersion: Tensor) -> None:
+    """Raise a UserError for a wrong dtype or shape and, on a CPU, for wrong values."""
     check(
         dispersion.is_floating_point() and dispersion.dim() >= 1 and dispersion.shape[-1] > 0,
         f"dispersion has shape {tuple(dispersion.shape)} and dtype {dispersion.dtype}; "
@@ -46,9 +58,10 @@ def optimal_weights(dispersion: Tensor, strength: float | Tensor) -> Tensor:
         if not valid.all():
             bad = dispersion[~valid].flatten()[0].item()
             check(False, f"dispersion holds {bad}; every entry must be finite and at least 0")
-    # float64 if the device has it: dispersions range from a millionth of lambda to a million times
-    # it. In float32 the weights have relative errors below 2e-6 (tests/ops/test_narrow_scale.py).
-    wide = wide_dtype(dispersion.device)
+
+
+def _strength_of_rows(strength: float | Tensor, dispersion: Tensor, wide: torch.dtype) -> Tensor:
+    """Return lambda (C, 1) of each row of the dispersion, in the dtype `wide`."""
     if isinstance(strength, Tensor):
         lam = strength.to(dispersion.device, wide)
     else:  # fill on the device: a copy from the host would synchronise
@@ -62,10 +75,7 @@ def optimal_weights(dispersion: Tensor, strength: float | Tensor) -> Tensor:
         lam.dim() <= len(rows) and all(size in (1, wanted) for size, wanted in pairs),
         f"strength has shape {tuple(lam.shape)}; pass one number, or one for each row: {rows}",
     )
-    lam = lam.expand(rows)
-    function = _Transformable if transforming() else _OptimalWeights
-    weights: Tensor = function.apply(dispersion.to(wide), lam)  # type: ignore[no-untyped-call]
-    return weights.to(dispersion.dtype)
+    return lam.expand(rows)
 
 
 def check_strength(strength: float | Tensor) -> None:

@@ -1,7 +1,8 @@
 """The statistics of clusters: the tokens they are taken over, their updates and their buffers.
 
 Start with cluster.py, which has the four statistics modes. Every optimizer step updates the running
-average (average.py, step.py, step_hook.py), with the tokens of all processes (group.py).
+average (average.py, step.py, step_hook.py) of the layers that it trains (registry.py), with the
+tokens of all processes (group.py).
 """
 
 from acmoe.routing.statistics.average import scale_options

@@ -13,8 +13,8 @@ function to call, because copies that drift apart would go unnoticed.
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence, Set
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,13 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from acmoe.errors import UserError, check
 from acmoe.ops.statistics.over_ranks import (
-    ProcessGroup,
     add_up,
     everyone,
     of_each_rank,
     world_size,
 )
-from acmoe.routing.statistics.wrappers import around, instances_of, meshes_of_shards
+from acmoe.routing.statistics.registry import inner_first, look_again, parameters_around
+from acmoe.routing.statistics.wrappers import Replicas, around, meshes_of_shards
 
 if TYPE_CHECKING:
     from acmoe.routing.statistics.step import StepStatistics
@@ -38,49 +38,6 @@ if TYPE_CHECKING:
 ALONE = ""  # name of the group of a process that pools with nobody
 
 _agreed: set[tuple[object, ...]] = set()  # groups and shapes that all ranks were found to share
-
-
-def set_statistics_group(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Take the statistics and the balance loss of a model over the tokens of these processes.
-
-    It is needed only where the layers cannot find the group themselves: with training loops that
-    average gradients by other means than DistributedDataParallel and fully_shard. Call it on every
-    process of the group. None: the model of this process is trained alone, as in a search over
-    settings with one model per process.
-    """
-    from acmoe.routing.router import Router
-    from acmoe.routing.statistics.step import StepStatistics
-
-    known = getattr(group, "group_name", None)
-    check(
-        group is None or known is not None,
-        f"group={group!r}; pass a process group of torch.distributed (dist.new_group), or None",
-    )
-    name = ALONE if group is None else str(known)
-    for module in model.modules():
-        if isinstance(module, StepStatistics):
-            module.group_name, module.found_group = name, False
-            module.everywhere = group is not None
-        if isinstance(module, Router):
-            module.balance_group = name
-
-
-@contextmanager
-def measuring_alone(model: nn.Module) -> Iterator[None]:
-    """Inside `with`, take statistics over the tokens of this process alone, in evaluations."""
-    from acmoe.routing.router import Router
-    from acmoe.routing.statistics.step import StepStatistics
-
-    groups = [(m, "group_name") for m in model.modules() if isinstance(m, StepStatistics)]
-    balance = [(m, "balance_group") for m in model.modules() if isinstance(m, Router)]
-    before = [(module, name, getattr(module, name)) for module, name in (*groups, *balance)]
-    for module, name, _ in before:
-        setattr(module, name, ALONE)
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
 
 
 def group_of(statistics: "StepStatistics") -> str:
@@ -94,8 +51,12 @@ def group_of(statistics: "StepStatistics") -> str:
 
 @_disable_dynamo  # torch.compile breaks its graph here; it cannot trace the garbage collector
 def _look_up(statistics: "StepStatistics") -> str:
-    """Find the group of these statistics, and keep it."""
-    found = _find(statistics, _replicas()) or _find_shards(statistics)
+    """Find the group of these statistics, and keep it.
+
+    The same list of replicas gives the groups of all layers in the same replica.
+    """
+    replicas = Replicas()
+    found = _find(statistics, replicas) or _find_shards(statistics)
     if found is None:
         raise UserError(
             f"running statistics: torch.distributed runs {world_size()} processes, and the model "
@@ -105,6 +66,7 @@ def _look_up(statistics: "StepStatistics") -> str:
             "model of its own"
         )
     _set_found(statistics, found)
+    _find_each(inner_first(*found.wrappers), replicas)
     return found.name
 
 
@@ -119,14 +81,17 @@ def find_groups(statistics: "Iterable[StepStatistics]", trained: Set[int]) -> No
     unknown = [one for one in statistics if one.group_name is None]
     if world_size() == 1 or not unknown:
         return
-    replicas = [
-        one
-        for one in instances_of(DistributedDataParallel)
-        if not trained.isdisjoint(map(id, one.parameters()))
-    ]
-    for one in unknown:
+    replicas = [one for one in Replicas() if not trained.isdisjoint(map(id, one.parameters()))]
+    _find_each(unknown, replicas)
+
+
+def _find_each(
+    statistics: "Iterable[StepStatistics]", replicas: Iterable[DistributedDataParallel]
+) -> None:
+    """Give statistics without a group the one of their replicas, if they are in one."""
+    for one in statistics:
         with suppress(UserError):  # `group_of` raises it if the group is needed
-            found = _find(one, replicas)
+            found = _find(one, replicas) if one.group_name is None else None
             if found is not None:
                 _set_found(one, found)
 
@@ -136,24 +101,17 @@ def pooled_groups(statistics: "Iterable[StepStatistics]") -> list[str]:
     return sorted({group_of(one) for one in statistics if one.pools} - {ALONE})
 
 
-def _replicas() -> Iterator[DistributedDataParallel]:
-    """Look for the replicas when the first is asked for: DTensors name their group without that."""
-    yield from instances_of(DistributedDataParallel)
-
-
 class Found(NamedTuple):
     """The group by which a training loop averages the gradients of a layer."""
 
     name: str
-    wrappers: Sequence[object] = ()  # the group is known from these, as long as they exist
+    wrappers: Sequence[nn.Module] = ()  # the group is known from these, as long as they exist
 
 
 def _find(
     statistics: "StepStatistics", replicas: Iterable[DistributedDataParallel]
 ) -> Found | None:
     """Find the group in the device meshes of the layer's parameters, or in one of the replicas."""
-    from acmoe.routing.statistics.step_hook import parameters_around
-
     # A DTensor has a mesh; None stands for parameters that every process has whole.
     meshes = {getattr(one, "device_mesh", None) for one in parameters_around(statistics)}
     if meshes and None not in meshes:
@@ -178,9 +136,14 @@ def _set_found(statistics: "StepStatistics", found: Found) -> None:
 
 
 def _forget_group(reference: "weakref.ref[StepStatistics]") -> None:
+    """Forget a group whose wrapper is gone; the next step looks for another one.
+
+    It looks on every process, also on one that has not called the layer: the others wait for it.
+    """
     statistics = reference()
     if statistics is not None and statistics.found_group:
         statistics.forget_found_group()
+        look_again()
 
 
 def _group_of_meshes(meshes: Set[Any]) -> str:
@@ -249,6 +212,16 @@ def pool(statistics: "Iterable[StepStatistics]") -> None:
         parts = torch.split(total, [len(each) for each in sums])
         for one, part in zip(members, parts, strict=True):
             one.set_pending(part)
+
+
+def update_all(statistics: "Iterable[StepStatistics]") -> None:
+    """Update the running values of the statistics with their pending batches, pooled first."""
+    statistics = list(statistics)
+    pool(statistics)
+    for one in statistics:
+        one.update()
+        if one.has_pending:
+            one.has_pending, one.forwards = False, 0
 
 
 def _check_agreement(name: str, sums: Sequence[Tensor]) -> None:

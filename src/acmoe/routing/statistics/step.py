@@ -6,9 +6,8 @@ them into the running values. `step_hook.py` calls `update` after every step of 
 pending batches of all processes are added up first (`group.py`).
 """
 
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.statistics.over_ranks import world_size
 from acmoe.ops.statistics.pending import replaying
-from acmoe.routing.statistics.group import next_serial, pool
+from acmoe.routing.statistics.group import next_serial, update_all
+from acmoe.routing.statistics.registry import inner_first
 from acmoe.routing.statistics.step_hook import register_statistics
 
 PATIENCE = 200  # training forwards without an update before a warning
@@ -201,21 +201,3 @@ def fold_statistics(model: nn.Module) -> None:
     Call it after each step of an optimizer of another kind.
     """
     update_all(inner_first(model))
-
-
-def inner_first(*modules: nn.Module) -> Iterator[StepStatistics]:
-    """Yield the statistics in the modules once each, inner ones first.
-
-    An outer scale may be computed from the results of an inner `update`.
-    """
-    found = itertools.chain.from_iterable(reversed(list(each.modules())) for each in modules)
-    return iter(dict.fromkeys(one for one in found if isinstance(one, StepStatistics)))
-
-
-def update_all(statistics: Iterable[StepStatistics]) -> None:
-    statistics = list(statistics)
-    pool(statistics)
-    for one in statistics:
-        one.update()
-        if one.has_pending:
-            one.has_pending, one.forwards = False, 0

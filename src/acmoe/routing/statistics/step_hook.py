@@ -12,20 +12,19 @@ can be captured in a CUDA graph.
 
 A layer is a module that called `register_layer`: `MoE`, `SoftMoE`, any `Router`. Statistics, layers
 and optimizers are held weakly, and the parameters of a layer are looked up when an optimizer is
-first seen, when it gets another parameter group, when another one is gone and when layers are built
-or copied. Modules may therefore be copied, pickled, moved and sharded without telling the hook.
+first seen, when it gets another parameter group, when another one is gone, when layers are built or
+copied and when a wrapper of torch.distributed around them is gone. Modules may therefore be copied,
+pickled, moved and sharded without telling the hook.
 """
 
 import logging
 import sys
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -33,6 +32,15 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.statistics.over_ranks import world_size
 from acmoe.ops.statistics.pending import replaying
+from acmoe.routing.statistics.group import find_groups, update_all
+from acmoe.routing.statistics.registry import (
+    add_statistics,
+    changes,
+    inner_first,
+    look_again,
+    parameters_of_statistics,
+    registry_lock,
+)
 from acmoe.routing.statistics.wrappers import instances_of
 
 if TYPE_CHECKING:
@@ -51,43 +59,15 @@ class Trained(NamedTuple):
     searched: bool = False  # True: optimizers that have not stepped yet were looked for, too
 
 
-class Layer(nn.Module):
-    """A module with running statistics; the optimizer that trains its parameters updates them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        register_layer(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        register_layer(self)
-
-
-_lock = threading.RLock()
-_statistics: "weakref.WeakSet[StepStatistics]" = weakref.WeakSet()
-_layers: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _trained: "weakref.WeakKeyDictionary[Optimizer, Trained]" = weakref.WeakKeyDictionary()
-_changes = 0  # times that the sets above changed since the process began
 _hooks: list[Any] = []
 
 
 def register_statistics(statistics: "StepStatistics") -> None:
     """Have optimizer steps update these statistics. The first call registers the hook."""
-    _add(_statistics, statistics)
+    add_statistics(statistics)
     if not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_after_step))
-
-
-def register_layer(layer: nn.Module) -> None:
-    """Give the statistics inside a module to the optimizer that holds a parameter of it."""
-    _add(_layers, layer)
-
-
-def _add(registry: "weakref.WeakSet[Any]", module: nn.Module) -> None:
-    global _changes
-    with _lock:
-        registry.add(module)
-        _changes += 1
 
 
 # Dynamo must not trace it: torch.compile(optimizer.step) breaks its graph here.
@@ -112,8 +92,6 @@ def _autograd_is_compiled() -> bool:
 
 
 def _update(optimizer: Optimizer) -> None:
-    from acmoe.routing.statistics.step import update_all
-
     trained = trained_by(optimizer)
     update_all(_alive(trained.held))
     unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
@@ -151,24 +129,21 @@ def trained_by(optimizer: Optimizer, *, search: bool = False) -> Trained:
 
     search: look among all objects of the process for optimizers that have not stepped yet.
     """
-    global _changes
-    with _lock:
+    with registry_lock:
         if optimizer not in _trained:
-            _changes += 1  # it may hold parameters that no optimizer held until now
+            look_again()  # it may hold parameters that no optimizer held until now
             _trained[optimizer] = Trained()
         sizes = (len(group["params"]) for group in optimizer.param_groups)
-        key = (_changes, len(_trained), *sizes)
+        key = (changes(), len(_trained), *sizes)
         if _trained[optimizer].key != key or search:
             _trained[optimizer] = Trained(key, *_find(optimizer, search), search)
         return _trained[optimizer]
 
 
 def _find(optimizer: Optimizer, search: bool) -> tuple[References, References]:
-    from acmoe.routing.statistics.group import find_groups
-
     if _is_share(optimizer):
         return (), ()
-    owned = _parameters_of_statistics()
+    owned = parameters_of_statistics()
 
     def without(ids: set[int]) -> "set[StepStatistics]":
         return {one for one, owner in owned.items() if ids.isdisjoint(map(id, owner))}
@@ -195,30 +170,11 @@ def _is_share(optimizer: Optimizer) -> bool:
 
 
 def _references(statistics: "Iterable[StepStatistics]") -> References:
-    from acmoe.routing.statistics.step import inner_first
-
     return [weakref.ref(one) for one in inner_first(*statistics)]
 
 
 def _alive(references: References) -> "Iterator[StepStatistics]":
     return (one for reference in references if (one := reference()) is not None)
-
-
-def _parameters_of_statistics() -> "dict[StepStatistics, set[nn.Parameter]]":
-    """Return for all statistics the parameters of the layers around them, and their own."""
-    owned = {one: set(one.parameters()) for one in _statistics}
-    for layer in _layers:
-        parameters = set(layer.parameters())
-        for module in layer.modules():
-            if module in owned:
-                owned[module] |= parameters
-    return owned
-
-
-def parameters_around(statistics: "StepStatistics") -> "set[nn.Parameter]":
-    """Return the parameters of the layers around these statistics, and their own."""
-    with _lock:
-        return _parameters_of_statistics().get(statistics, set())
 
 
 def _ids(optimizers: Iterable[Optimizer]) -> set[int]:

@@ -6,10 +6,12 @@ so they are looked for among all objects of the process. That takes up to 0.3 s.
 
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 Kind = TypeVar("Kind")
 Wrapper = TypeVar("Wrapper", bound=nn.Module)
@@ -30,6 +32,17 @@ def instances_of(kind: type[Kind]) -> list[Kind]:
     finally:
         if frozen:
             gc.freeze()
+
+
+class Replicas:
+    """The replicas of this process, listed once, and only if asked for."""
+
+    @cached_property
+    def listed(self) -> list[DistributedDataParallel]:
+        return instances_of(DistributedDataParallel)
+
+    def __iter__(self) -> Iterator[DistributedDataParallel]:
+        return iter(self.listed)
 
 
 def around(module: nn.Module, wrappers: Iterable[Wrapper]) -> list[Wrapper]:

@@ -31,8 +31,8 @@ from acmoe.models.text.memory import Memory, StreamMemory
 from acmoe.models.text.stage import DecoderStage, cut_blocks
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.routing.process_group import set_statistics_group
 from acmoe.routing.state import Routing
-from acmoe.routing.statistics.group import set_statistics_group
 from acmoe.runtime import autocast
 
 StageOutput = tuple[tuple[Tensor, ...], Memory]
@@ -40,7 +40,10 @@ SHARED = "positions"  # the parameter that every stage uses
 
 
 class StageCall(nn.Module):
-    """Calls a stage on a micro-batch with the memory of its streams; keeps what is not sent on."""
+    """Calls a stage on a micro-batch, and keeps its losses, memory and routings in `found`.
+
+    The tensors that it returns are sent to the next stage.
+    """
 
     def __init__(self, stage: DecoderStage, run: RunConfig, device: torch.device) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ from acmoe.models.registry import build_model
 from acmoe.models.text.decoder import LanguageModel, LanguageOutput
 from acmoe.models.text.memory import StreamMemory
 from acmoe.routing.baselines.stable import freeze_stable_routers
-from acmoe.routing.statistics.group import measuring_alone
+from acmoe.routing.process_group import measuring_alone
 from acmoe.runtime import autocast
 from acmoe.storage.shards import Stored
 from acmoe.train.metrics_log import MetricsLog

@@ -1,4 +1,4 @@
 """Sliding-window attention for Hopper GPUs in Gluon.
 
-forward.py holds the forward kernel, saved_weights.py the backward pass, keys.py its dk/dv kernel.
+forward.py holds the forward kernel, backward.py the backward pass, keys.py its dk/dv kernel.
 """

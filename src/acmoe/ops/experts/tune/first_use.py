@@ -48,7 +48,7 @@ def forget() -> None:
 
 
 def prepare(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, activation: str) -> None:
-    """Tune this layer if this is its first use and nothing speaks against it."""
+    """Tune this layer at its first use on a GPU, unless `unsuitable` has a reason against it."""
     if x.device.type != "cuda" or torch.compiler.is_compiling():
         return
     backward = records_gradient(x, weights.up, weights.down, gate)
@@ -95,7 +95,7 @@ def _settle(
     gate: Tensor,
     backward: bool,
 ) -> None:
-    """Read what was measured for this layer, or measure it."""
+    """Read the measured settings of this layer from the cache, or measure them and write them."""
     if unsuitable(size, layer) is not None:
         return
     from acmoe.ops.experts.tune import cache

@@ -197,7 +197,7 @@ def _agrees(
 
 
 def _routed(found: Sequence[Tensor], given: Inputs) -> list[Tensor]:
-    """Return copies of the results, without rows that belong to no expert: nobody writes those."""
+    """Return copies of the results, without rows of no expert, which the GEMMs do not write."""
     rows = given.rows.permutation.numel()
     end = int(given.rows.offsets[-1])
     return [(one[:end] if one.dim() == 2 and len(one) == rows else one).clone() for one in found]

@@ -1,0 +1,46 @@
+"""Find attributes that were set on a model's modules by hand, such as a dropout or a capacity.
+
+A saved model is its tensors and its config, so that a loaded one has the attributes of its config.
+"""
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import nn
+
+LEFT_OUT = {
+    *("training", "checkpoint_blocks", "balance_group"),  # how a model runs
+    "stage",  # of a StableMoE router: it is saved among the tensors
+    # the state of statistics and of the plan of layers
+    *("fixed", "serial", "scaled_from", "scaled_version", "checked"),
+    *("group_name", "found_group", "everywhere", "forwards", "has_pending"),
+}
+Value = bool | int | float | str | tuple | None  # type: ignore[type-arg]
+
+
+def set_by_hand(model: nn.Module, built: nn.Module) -> list[str]:
+    """Return "module.attribute=value, not value" for each that differs from the built model's."""
+    modules = dict(model.named_modules())
+    found: list[str] = []
+    for path, plain in built.named_modules():
+        if type(modules.get(path)) is type(plain):
+            prefix = f"{path}." if path else ""
+            for name, value in vars(plain).items():
+                if not name.startswith("_") and name not in LEFT_OUT:
+                    found += _difference(prefix + name, getattr(modules[path], name, value), value)
+    return found
+
+
+def _difference(name: str, now: Any, built: Any) -> list[str]:
+    """Return how two values or two configs differ; other objects are not compared."""
+    if is_dataclass(built) and type(now) is type(built):
+        of_fields = (
+            _difference(f"{name}.{each.name}", getattr(now, each.name), getattr(built, each.name))
+            for each in fields(built)
+        )
+        return [change for changes in of_fields for change in changes]
+    if isinstance(now, Value) and isinstance(built, Value):
+        same = now == built
+    else:
+        same = not is_dataclass(now) and not is_dataclass(built)
+    return [] if same else [f"{name}={now!r}, not {built!r}"]

@@ -1,0 +1,37 @@
+"""A batch without a token to measure is refused by its number."""
+
+import pytest
+import torch
+from attached import ids, statistics
+from small_models import build
+
+import acmoe
+from acmoe import UserError
+
+
+def averages(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [tensor.clone() for one in statistics(model) for tensor in (one.dispersion, one.weight)]
+
+
+def test_a_batch_of_padding_alone_is_refused_by_its_number() -> None:
+    model = acmoe.attach(build("mixtral"))
+    padding = {"input_ids": ids(), "attention_mask": torch.zeros_like(ids())}
+    with pytest.raises(UserError, match=r"batches: number 1 is padding alone.*leave it out"):
+        acmoe.calibrate(model, [padding])
+    assert not any(tensor.any() for tensor in averages(model))
+    with pytest.raises(UserError, match="batches: number 3 is padding alone"):
+        acmoe.calibrate(model, [ids(seed=1), ids(seed=2), padding, ids(seed=3)])
+    # The batches before it have counted.
+    other = acmoe.calibrate(acmoe.attach(build("mixtral")), [ids(seed=1), ids(seed=2)])
+    assert all(map(torch.equal, averages(model), averages(other)))
+
+
+def test_tokens_of_which_no_expert_gets_two_are_not_taken_for_a_calibration() -> None:
+    one, two = (ids(1, length) for length in (1, 2))
+    two[:, 1] = two[:, 0]  # the same token twice chooses the same expert
+    model = acmoe.attach(build("mixtral"))
+    with pytest.raises(UserError, match="in none of 2 two tokens have the same first"):
+        acmoe.calibrate(model, [one, one])
+    assert not any(tensor.any() for tensor in averages(model))
+    acmoe.calibrate(model, [one, two])
+    assert any(tensor.any() for tensor in averages(model))
