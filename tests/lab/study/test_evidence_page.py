@@ -108,7 +108,7 @@ def test_the_headline_counts_the_lines_of_the_pages_lists() -> None:
         lines, ("Refuted", "Cannot tell", "In favour", "Interim")
     )
     sentence = page.split("evidence-headline:begin -->")[1].split("\n\n")[1].split("** ")[1]
-    gains = re.findall(r"(\d+) pairs, ([\d.]+%) of its training", sentence)
+    gains = re.findall(r"(\d+) pairs, ([\d.]+%) of the paper's training", sentence)
     assert len(gains) == supported
     for pairs, share in gains:
         assert f"| inside | {pairs} | {share} |" in page

@@ -95,7 +95,9 @@ def _gains(claims: Sequence[Row]) -> str:
     for row in claims:
         if row.verdict == "supported":
             smaller = ", a smaller gain than the paper's" if row.below_paper else ""
-            texts.append(f"{pairs_text(row)} pairs, {share_text(row)} of its training{smaller}")
+            texts.append(
+                f"{pairs_text(row)} pairs, {share_text(row)} of the paper's training{smaller}"
+            )
     return f" ({'; '.join(texts)})" if texts else ""
 
 
