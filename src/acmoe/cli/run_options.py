@@ -5,7 +5,9 @@ import warnings
 from collections.abc import Collection
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import tyro
 
 from acmoe.errors import check
 
@@ -52,12 +54,14 @@ def check_read(command: Any, read: Collection[str], when: str) -> None:
     `when` says what the options are read for, such as "with --summarise". A field that has its
     default counts as not given.
     """
+    hints = get_type_hints(type(command), include_extras=True)
     for field in fields(command):
         value = getattr(command, field.name)
-        option = f"--{field.name.replace('_', '-')}"
+        positional = tyro.conf.Positional in getattr(hints[field.name], "__metadata__", ())
+        option = "" if positional else f"--{field.name.replace('_', '-')} "
         check(
             field.name in read or value == field.default,
-            f"{option} {_words(value)}".strip() + f" has no effect {when}; leave it out",
+            f"{option}{_words(value)}".strip() + f" has no effect {when}; leave it out",
         )
 
 
