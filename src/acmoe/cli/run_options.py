@@ -1,4 +1,4 @@
-"""Options that several commands share: --threads, --capacity, those of attacks and unread ones."""
+"""Options of several commands: --threads, --capacity, --contaminate, attacks' and unread ones."""
 
 import logging
 import warnings
@@ -33,6 +33,15 @@ def capacity_option(capacity: str | None, dropless: bool) -> str | None:
         return capacity
     warnings.warn("--dropless is now --capacity none, the default", FutureWarning, stacklevel=2)
     return "none"
+
+
+def check_contaminate(rate: float | None) -> None:
+    """Raise a UserError unless --contaminate is a fraction, or not given."""
+    check(
+        rate is None or 0 < rate < 1,
+        f"--contaminate {rate}; it must lie between 0 and 1: the fraction of words or bytes to "
+        "replace, such as 0.025",
+    )
 
 
 def set_attack_options(config: "AttackConfig", **options: Any) -> "AttackConfig":
