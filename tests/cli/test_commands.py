@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from acmoe.cli import main
+from acmoe.recipes import recipes
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,6 +142,15 @@ def test_a_model_too_large_for_the_memory_is_one_line_and_can_be_corrected(
     code, _, err = call(capsys, "train", "switch-nano", "data.limit=2000", setting)
     assert code == 1
     assert "acmoe: out of memory; use a smaller model" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("columns", ["40", "70", "80"])
+def test_the_list_of_recipes_cuts_no_name(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    code, out, _ = call(capsys, "train", "--list")
+    assert code == 0 and "\u2026" not in out  # the character for cut text
+    assert max(map(len, out.splitlines())) <= int(columns)
+    assert set(recipes()) <= {word.strip(":") for word in out.split()}
 
 
 def test_data_list_names_every_data_set(capsys, tmp_path):

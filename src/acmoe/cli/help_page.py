@@ -17,7 +17,7 @@ class HeldOutput(io.StringIO):
         self._stream = stream
 
     @property
-    def encoding(self) -> str:
+    def encoding(self) -> str:  # type: ignore[override]
         return self._stream.encoding
 
     def isatty(self) -> bool:

@@ -123,7 +123,7 @@ class Study:
             from acmoe.lab.study.ray_cluster import ray_library
 
             ray_library()  # raises where it is missing, before any data is prepared
-        return self._run(self._prepared_cells())
+        return self._run(self._cells())
 
     def _check_list(self, read: "Sequence[str]") -> None:
         """Raise for an option that only a run reads."""
@@ -178,7 +178,7 @@ class Study:
             settings=self.settings,
         )
 
-    def _prepared_cells(self) -> "Sequence[Cell]":
+    def _cells(self) -> "Sequence[Cell]":
         from acmoe.lab.study.ray_cluster import check_scratch
 
         selection = self._selection()
@@ -193,7 +193,7 @@ class Study:
         from acmoe.lab.study.planned import UNREAD
         from acmoe.lab.study.results.records import DONE, FAILED, read_results
 
-        cells = self._selection().unread() if self.data is None else self._prepared_cells()
+        cells = self._selection().unread() if self.data is None else self._cells()
         records = read_results(self._results) if self._results.is_file() else []
         found = ended(cells, records)
         for cell, digest, end in found:
