@@ -161,7 +161,7 @@ def test_without_matplotlib_the_figures_alone_are_missing(
         (("--tokens", 0), "tokens=0"),
         (("--seed", -1), "--seed -1; it must lie between 0 and 2**63 - 1"),
         (("--seed", 10**30), "it must lie between 0 and 2**63 - 1"),
-        (("--contaminate", 2), "rate=2"),
+        (("--contaminate", 2), "--contaminate 2.0; it must lie"),
         (("--statistics", "nosuch"), "nosuch"),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from acmoe.cli import main
+from acmoe.recipes import recipes
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +46,20 @@ def test_no_arguments_show_the_help(capsys):
         (("data", "prepare", "words", "--from", "a", "--from", "b"), "--from is given twice; give"),
         (("bench", "layer", "--shapes", "tiny", "--shapes", "nano"), "--shapes is given twice"),
         (("generate", "x", "--prompt", "a", "--top-k", "1", "--top_k", "2"), "--top-k is given"),
-        (("theory", "--sed", "1"), "--seed"),
+        (("theory", "--sed", "1"), "--sed, 1; did you mean --seed?; For full helptext, run acmoe"),
+        # Options of the same name have a text in each subcommand, which are not repeated here.
+        (("bench", "layer", "--repeats", "1"), "--repeats, 1; did you mean --repeat?; For full"),
+        (("bench", "layr"), "Unrecognized options: layr; did you mean layer?; For full helptext"),
+        (("data", "lst"), "Unrecognized options: lst; did you mean list?; For full helptext"),
+        (("data", "nosuch"), "Unrecognized options: nosuch; choose one of list, prepare; For full"),
+        (("data", "prepare", "stdlb"), "data set 'stdlb' is not known; did you mean stdlib?"),
+        (("train", "switch-nano", "model.router=adaptve"), "is unknown; did you mean adaptive or"),
+        (
+            ("bench", "train", "--models", "glam-nan"),
+            "model 'glam-nan' is unknown; did you mean gl",
+        ),
+        (("evaluate", "x", "--contaminate", "nan"), "--contaminate nan; it must lie between 0 and"),
+        (("analyze", "x", "--contaminate", "1"), "--contaminate 1.0; it must lie between 0 and 1"),
         (("theory", "--seed", "x"), "--seed"),
         (("theory", "--seed", "-1"), "seed"),
         (("train",), "no recipe given"),
@@ -130,20 +144,13 @@ def test_a_model_too_large_for_the_memory_is_one_line_and_can_be_corrected(
     assert "acmoe: out of memory; use a smaller model" in err and "Traceback" not in err
 
 
-def test_models_lists_every_size_as_json(capsys):
-    code, out, _ = call(capsys, "models", "--json")
-    rows = {row["name"]: row for row in json.loads(out)}
-    assert code == 0
-    assert rows["switch-medium"]["parameters"] == 215_679_863
-    # 16 experts of 2 (352^2 + 352) numbers in 6 layers, 2 of them active: 14/16 of them idle.
-    idle = 6 * 14 * 2 * (352 * 352 + 352)
-    assert rows["switch-medium"]["active_parameters"] == 215_679_863 - idle
-
-
-def test_the_page_of_models_holds_the_table_that_models_prints(capsys):
-    _, out, _ = call(capsys, "models", "--markdown")
-    page = (ROOT / "docs" / "reference" / "models.md").read_text()
-    assert out.strip() in page, "run `acmoe models --markdown` and paste it between the markers"
+@pytest.mark.parametrize("columns", ["40", "70", "80"])
+def test_the_list_of_recipes_cuts_no_name(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    code, out, _ = call(capsys, "train", "--list")
+    assert code == 0 and "\u2026" not in out  # the character for cut text
+    assert max(map(len, out.splitlines())) <= int(columns)
+    assert set(recipes()) <= {word.strip(":") for word in out.split()}
 
 
 def test_data_list_names_every_data_set(capsys, tmp_path):

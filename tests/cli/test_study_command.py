@@ -107,6 +107,19 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(method, capsys, mon
         (("--evidence", "page.md", "--out", "x.jsonl"), "--out x.jsonl has no effect with --evid"),
         (("synthetic", "--page", "page.md"), "--page page.md has no effect without --summarise"),
         (("--list", "--steps", "3"), "--steps 3 has no effect on the list of studies"),
+        (("bytes", "steps=3", "--summarise"), "acmoe: steps=3 has no effect with --summarise;"),
+        # A data folder that nobody would read.
+        (("synthetic", "--data", "x"), "--data x is not read: the study 'synthetic' needs no data"),
+        (("long", "--settings", "nano", "--data", "x"), "x is not read: --settings nano needs no"),
+        # Options of a run beside --list.
+        (("bytes", "--list", "--jobs", "3"), "--jobs 3 has no effect with --list; leave it out"),
+        (("nano", "--list", "--retry"), "--retry has no effect with --list; leave it out"),
+        (("nano", "--list", "--device", "cpu"), "--device cpu has no effect with --list; leave"),
+        (("nano", "--list", "--scratch", "x"), "--scratch x has no effect with --list; leave it"),
+        (
+            ("words", "--list", "--work", "x"),
+            "--work x has no effect with --list, unless --data",
+        ),
         (("synthetic", "--seeds", "1", "1"), "--seeds 1 1 names a seed twice; leave one out"),
         # A mistyped setting is not taken for one that reads data, nor KEY=VALUE for a setting.
         (("long", "--settings", "nanoo"), "--settings nanoo: no setting has that in its name"),
@@ -197,33 +210,6 @@ def test_every_study_is_listed_and_has_a_page(capsys):
         page = (ROOT / "studies" / f"{name}.md").read_text()
         for marker in markers(name):
             assert page.count(marker) == 1
-
-
-def test_the_cells_of_a_study_can_be_listed_without_running_them(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    arguments = ("synthetic", "--list", "--seeds", "0", "1", "--only", "smoe")
-    code, out, _ = call(capsys, *arguments)
-    assert code == 0
-    *cells, total = out.splitlines()
-    left = f"{len(cells)} cells: 0 done, 0 failed, {len(cells)} left"
-    assert total == f"{left} (studies/records/synthetic.jsonl)"
-    assert all("/ smoe / seed" in cell for cell in cells)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_list_says_how_each_cell_ended_last(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    setting = ("--settings", "layers 1", "--only", "smoe", "--seeds", "0", "1", "2")
-    _, out, _ = call(capsys, "synthetic", "--list", *setting)
-    first, second, _ = (line.split()[0] for line in out.splitlines()[:3])
-    ends = [(first, "failed"), (second, "failed"), (first, "done")]  # the first was run again
-    lines = [json.dumps({"digest": digest, "status": status}) for digest, status in ends]
-    Path("some.jsonl").write_text("\n".join(lines) + "\n")
-    code, out, _ = call(capsys, "synthetic", "--list", "--out", "some.jsonl", *setting)
-    assert code == 0
-    *cells, total = out.splitlines()
-    assert [line.split()[1] for line in cells] == ["done", "failed", "left"]
-    assert total == "3 cells: 1 done, 1 failed, 1 left (some.jsonl)"
 
 
 def test_a_missing_ray_is_named_before_any_data_is_prepared(capsys, monkeypatch, tmp_path):

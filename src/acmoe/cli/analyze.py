@@ -12,7 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from acmoe.cli.run_options import run_threads, set_attack_options
+from acmoe.cli.run_options import check_contaminate, run_threads, set_attack_options
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class Analyze:
         from acmoe.storage.writable import check_can_fill
 
         check(0 <= self.seed < 2**63, f"--seed {self.seed}; it must lie between 0 and 2**63 - 1")
+        check_contaminate(self.contaminate)
         where = self.hf or self.folder
         folder = self.out or (where or Path()) / "analysis"
         # Without a run, or a folder of one, `sample` says what is wrong.

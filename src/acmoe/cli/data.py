@@ -28,6 +28,7 @@ class List:
     def run(self) -> int:
         from acmoe.data.text.registry import datasets, found
 
+        _check_root(self.root)
         entries = [(entry, found(entry.name, self.root)) for entry in datasets()]
         if self.json:
             rows = [
@@ -47,6 +48,12 @@ class List:
         for entry, _ in entries:
             console.print(_origin(entry, self.root), markup=False, soft_wrap=True)
         return 0
+
+
+def _check_root(root: Path) -> None:
+    from acmoe.errors import check
+
+    check(not root.exists() or root.is_dir(), f"--root {root} is no folder; name a folder")
 
 
 def _origin(entry: "Dataset", root: Path) -> str:
@@ -101,6 +108,7 @@ class Prepare:
             self.source is not None or not needed,
             f"{self.name} needs {needed}; name it with --from",
         )
+        _check_root(self.root)
         out = self.root / self.name
         before = out.is_dir() and any(out.iterdir())
         console = Console(stderr=True)

@@ -38,7 +38,9 @@ class Demo:
 
     def run(self) -> int:
         from acmoe.storage.atomic import replace_text
+        from acmoe.storage.writable import check_can_fill
 
+        check_can_fill(self.out)
         comparison = self._compare()
         text = json_text(comparison.to_json())
         replace_text(self.out / "comparison.json", text + "\n")

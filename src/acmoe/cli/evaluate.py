@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from acmoe.cli.run_options import capacity_option, run_threads
+from acmoe.cli.run_options import capacity_option, check_contaminate, run_threads
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class Evaluate:
             f"--contaminate-seed {self.contaminate_seed} without --contaminate; add the fraction "
             "of words or bytes to replace, such as --contaminate 0.025",
         )
+        check_contaminate(self.contaminate)
         with joined(ParallelConfig(data=launched_processes()), self.device) as (ranks, device):
             run_threads(self.threads, self.folder, self.device)
             if run_kind(self.folder) in VISION_RUNS:

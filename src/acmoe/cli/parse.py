@@ -3,8 +3,10 @@
 import contextlib
 import io
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from functools import reduce
 from itertools import takewhile
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Annotated, Any, Protocol, cast, get_type_hints
 
 import tyro
 
+from acmoe.cli.help_page import HeldOutput, fitted
 from acmoe.cli.options import registry
 from acmoe.errors import UserError, check, suggest
 
@@ -52,9 +55,9 @@ def _parse(
     kind: Any, arguments: list[str], *, prog: str, description: str | None = None, advice: str = ""
 ) -> object:
     """Parse arguments into an object of `kind`; `advice` ends the report of an unknown option."""
-    complaint = io.StringIO()
+    page, complaint = HeldOutput(sys.stdout), io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
+        with contextlib.redirect_stdout(page), contextlib.redirect_stderr(complaint):
             return tyro.cli(
                 kind,
                 prog=prog,
@@ -65,12 +68,35 @@ def _parse(
             )
     except SystemExit as stop:
         if stop.code:
-            text = one_line(complaint.getvalue())
+            text = _shorter(one_line(complaint.getvalue()))
             unknown = text.startswith("Unrecognized options:")
             if advice and unknown and "=" in text.split(":", 1)[1].split(";", 1)[0]:
                 advice = "; write all settings in one row, as in steps=200 lr=1e-3 --out FOLDER"
             raise UserError(text + advice if unknown else text) from None
+        print(fitted(page.getvalue()), end="", flush=True)
         raise
+
+
+# How tyro reports an unknown option or subcommand, as one line.
+_UNKNOWN = re.compile(
+    r"(Unrecognized options: ([^\s,;]+)[^;]*); (Perhaps you meant|Available subcommands): "
+    r"(.*)(; For full helptext, run .*)"
+)
+
+
+def _shorter(text: str) -> str:
+    """Replace the help texts of similar options, or all names of subcommands, by what is meant.
+
+    The options of `acmoe bench` have a help text for each of its subcommands.
+    """
+    found = _UNKNOWN.fullmatch(text)
+    if found is None:
+        return text
+    begin, wrong, heading, listed, end = found.groups()
+    if heading == "Available subcommands":
+        return f"{begin}; {suggest(wrong, listed.split(', '))}{end}"
+    near = get_close_matches(_spelling(wrong), set(re.findall(r"--[a-z][a-z-]*", listed)), n=3)
+    return f"{begin}; did you mean {' or '.join(near)}?{end}" if near else text
 
 
 def _check_given_once(command: object, arguments: Sequence[str]) -> None:

@@ -1,11 +1,13 @@
-"""Options that several commands share: --threads, --capacity, those of attacks and unread ones."""
+"""Options of several commands: --threads, --capacity, --contaminate, attacks' and unread ones."""
 
 import logging
 import warnings
 from collections.abc import Collection
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import tyro
 
 from acmoe.errors import check
 
@@ -33,6 +35,15 @@ def capacity_option(capacity: str | None, dropless: bool) -> str | None:
     return "none"
 
 
+def check_contaminate(rate: float | None) -> None:
+    """Raise a UserError unless --contaminate is a fraction, or not given."""
+    check(
+        rate is None or 0 < rate < 1,
+        f"--contaminate {rate}; it must lie between 0 and 1: the fraction of words or bytes to "
+        "replace, such as 0.025",
+    )
+
+
 def set_attack_options(config: "AttackConfig", **options: Any) -> "AttackConfig":
     """Set the options of an attack that are given, not None; raise for one that it does not have.
 
@@ -52,12 +63,14 @@ def check_read(command: Any, read: Collection[str], when: str) -> None:
     `when` says what the options are read for, such as "with --summarise". A field that has its
     default counts as not given.
     """
+    hints = get_type_hints(type(command), include_extras=True)
     for field in fields(command):
         value = getattr(command, field.name)
-        option = f"--{field.name.replace('_', '-')}"
+        positional = tyro.conf.Positional in getattr(hints[field.name], "__metadata__", ())
+        option = "" if positional else f"--{field.name.replace('_', '-')} "
         check(
             field.name in read or value == field.default,
-            f"{option} {_words(value)}".strip() + f" has no effect {when}; leave it out",
+            f"{option}{_words(value)}".strip() + f" has no effect {when}; leave it out",
         )
 
 

@@ -13,10 +13,14 @@ from acmoe.cli.run_options import check_read
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from acmoe.cli.study_cells import Selection
     from acmoe.lab.study.cell import Cell
     from acmoe.lab.study.cell_queue import OnEvent, Tally
     from acmoe.lab.study.results.records import Record, Results
     from acmoe.lab.study.size import Size
+
+# Options that say how cells are run, not which.
+RUN_ONLY = ("scratch", "engine", "address", "jobs", "minutes", "retry", "device")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,8 @@ class Study:
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
     list: bool = False
-    """List the studies, or the cells of one study and which of them --out has, and stop."""
+    """List the studies, or the cells of one study and how each ended in --out, and stop. Records of
+    any data count, unless --data is given: then the data are prepared, and theirs alone count."""
     summarise: bool = False
     """Write the study's tables into the page, draw its figures, and stop."""
     evidence: Path | None = None
@@ -110,14 +115,23 @@ class Study:
             return self._summarise()
         run = [one.name for one in fields(self) if one.name not in drawn]
         check_read(self, run, "without --summarise")
-        if not self.list:
-            self._check_run()
-        if self.engine == "ray" and not self.list:
+        if self.list:
+            self._check_list(run)
+            return self._list()
+        self._check_run()
+        if self.engine == "ray":
             from acmoe.lab.study.ray_cluster import ray_library
 
             ray_library()  # raises where it is missing, before any data is prepared
-        cells = self._cells()
-        return self._list(cells) if self.list else self._run(cells)
+        return self._run(self._cells())
+
+    def _check_list(self, read: "Sequence[str]") -> None:
+        """Raise for an option that only a run reads."""
+        read = [name for name in read if name not in RUN_ONLY]
+        check_read(self, read, "with --list")
+        if self.data is None:
+            read.remove("work")
+            check_read(self, read, "with --list, unless --data is given too")
 
     def _check_run(self) -> None:
         """Raise for what cannot be run, before any data is prepared."""
@@ -149,55 +163,45 @@ class Study:
         given = {name: getattr(self, name) for name in (*names, "spsa_images", "brief", "device")}
         return Size(overrides=self.overrides, **given)
 
-    def _cells(self) -> "Sequence[Cell]":
-        from acmoe.data.progress import progress_bars
-        from acmoe.errors import check
-        from acmoe.lab.study.cell import seeds_major
-        from acmoe.lab.study.materials import Materials
-        from acmoe.lab.study.planned import PlannedMaterials
-        from acmoe.lab.study.ray_cluster import check_scratch
+    def _selection(self) -> "Selection":
+        from acmoe.cli.study_cells import Selection
         from acmoe.lab.study.registry import study_of
-        from acmoe.lab.study.study import check_names, check_settings, choose
 
         study = study_of(self.study)
-        check_names(self.only, self.settings)
-        if study.settings:  # before a mistyped one is taken for one that reads data
-            check_settings(self.settings, study.settings)
-        free = [f'--settings "{setting}" reads none' for setting in study.free_settings]
-        check(
-            self.data is not None or not study.reads(self.settings),
-            "; ".join(
-                [
-                    f"the study {study.name!r} reads data sets; give their folder with --data "
-                    "(docs/howto/study-data.md says what it holds)",
-                    *free,
-                ]
-            ),
+        return Selection(
+            study=study,
+            data=self.data,
+            work=self.work.resolve(),
+            size=self._size(),
+            seeds=self.seeds or study.own_seeds,
+            only=self.only,
+            settings=self.settings,
         )
-        seeds = self.seeds or study.own_seeds
-        text = " ".join(map(str, seeds))
-        check(len(set(seeds)) == len(seeds), f"--seeds {text} names a seed twice; leave one out")
-        data, work, size = self.data or Path(), self.work.resolve(), self._size()
-        planned = study.cells(PlannedMaterials(data=data, work=work), size, seeds, self.settings)
-        planned = choose(planned, self.only, self.settings)  # raises before data are prepared
-        if self.engine == "ray" and not self.list:
+
+    def _cells(self) -> "Sequence[Cell]":
+        from acmoe.lab.study.ray_cluster import check_scratch
+
+        selection = self._selection()
+        planned = selection.planned()  # raises before data are prepared
+        if self.engine == "ray":
             check_scratch(planned, self.scratch)
-        with progress_bars(Console(stderr=True)) as progress:
-            materials = Materials(data=data, work=work, progress=progress)
-            cells = study.cells(materials, size, seeds, self.settings)
-        return seeds_major(choose(cells, self.only, self.settings))
+        return selection.prepared()
 
-    def _list(self, cells: "Sequence[Cell]") -> int:
+    def _list(self) -> int:
         """Print the cells, each with how it ended in the results; "left" has not run."""
-        from acmoe.lab.study.results.records import latest, read_results
+        from acmoe.lab.study.listing import LEFT, ended
+        from acmoe.lab.study.planned import UNREAD
+        from acmoe.lab.study.results.records import DONE, FAILED, read_results
 
+        cells = self._selection().unread() if self.data is None else self._cells()
         records = read_results(self._results) if self._results.is_file() else []
-        ends = {record["digest"]: record["status"] for record in latest(records)}
-        found = [ends.get(cell.digest, "left") for cell in cells]
-        for cell, end in zip(cells, found, strict=True):
-            print(f"{cell.digest}  {end:6}  {cell.name}  ({cell.size})")
-        counts = ", ".join(f"{found.count(end)} {end}" for end in ("done", "failed", "left"))
-        print(f"{len(cells)} cells: {counts} ({self._results})")
+        found = ended(cells, records)
+        for cell, digest, end in found:
+            print(f"{digest or '-':16}  {end:6}  {cell.name}  ({cell.size})")
+        ends = [one.end for one in found]
+        counts = ", ".join(f"{ends.count(end)} {end}" for end in (DONE, FAILED, LEFT))
+        unread = "; data not compared" if any(cell.data == UNREAD for cell in cells) else ""
+        print(f"{len(cells)} cells: {counts} ({self._results}{unread})")
         return 0
 
     def _run(self, cells: "Sequence[Cell]") -> int:

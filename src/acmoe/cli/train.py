@@ -2,17 +2,20 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from acmoe.cli.run_options import check_read
 
 if TYPE_CHECKING:
     from acmoe.config.images.train import VisionRunConfig
     from acmoe.config.text.train import RunConfig
+
+TABLE_WIDTH = 70  # characters of a line: the longest name of a recipe takes 34
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +101,16 @@ def _set_threads(requested: int | None, config: "RunConfig | VisionRunConfig", f
 def _list_recipes() -> int:
     from acmoe.recipes import recipes
 
-    table = Table("recipe", "what")
+    console = Console()
+    if console.width < TABLE_WIDTH:
+        for name, found in recipes().items():
+            text = f"{name}: {found.description}"
+            print(fill(text, console.width, subsequent_indent="    ", break_on_hyphens=False))
+        return 0
+    table = Table(Column("recipe", no_wrap=True), "what")
     for name, found in recipes().items():
         table.add_row(name, found.description)
-    Console().print(table)
+    console.print(table)
     return 0
 
 

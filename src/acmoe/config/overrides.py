@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from acmoe.config.annotations import field_types, fits_int64, in_words, members, named_configs
 from acmoe.config.moved import import_hint
-from acmoe.errors import UserError, check
+from acmoe.errors import UserError, check, suggest
 
 C = TypeVar("C")
 
@@ -94,7 +94,7 @@ def _override_field(
     elif node.value is not None and choices:
         check(
             node.value in choices,
-            f"{path}={node.value!r} is unknown; choose one of {', '.join(choices)}"
+            f"{path}={node.value!r} is unknown; {suggest(node.value, choices)}"
             f"{import_hint(node.value)}",
         )
         value = named(owner, name, node.value)

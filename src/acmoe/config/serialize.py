@@ -35,6 +35,11 @@ def from_document(document: object, kind: type[C], source: str) -> C:
     if not isinstance(document, dict):
         raise UserError(f"{source} is no JSON object; it was not written by acmoe")
     check(
+        "format" in document or "model_type" not in document,
+        f"{source} is that of a HuggingFace model, not of a run; `acmoe export FOLDER --to run "
+        "DIR` makes a run of a model that `acmoe export` wrote",
+    )
+    check(
         document.get("format") in READ,
         f"{source} has format {document.get('format')!r}; this acmoe reads {READ}: use the "
         "version that wrote it",

@@ -198,6 +198,7 @@ def open_image_run(folder: Path | str) -> ImageRun:
 def run_kind(folder: Path | str) -> str:
     """Return the kind of a run from its config.json, `language-run` for language models."""
     path = Path(folder) / CONFIG
+    check(not Path(folder).is_file(), f"{folder} is a file; give the folder of a run")
     check(path.is_file(), f"{folder} is no run: {path} is missing; give a run of `acmoe train`")
     kind = read_json(path).get("kind", LANGUAGE_RUN)
     check(isinstance(kind, str), f"{path} is damaged: its kind is {kind!r}; restore it")

@@ -9,7 +9,10 @@ import pytest
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig, SMoEConfig
 from acmoe.config.serialize import decode, encode
+from acmoe.errors import UserError
+from acmoe.lab.study.planned import PlannedMaterials
 from acmoe.lab.study.registry import STUDIES
+from acmoe.lab.study.size import Size
 from acmoe.lab.study.synthetic.grid import synthetic_grid
 from acmoe.lab.study.synthetic.run import run_synthetic
 from acmoe.lab.study.synthetic.task import SyntheticConfig
@@ -25,6 +28,14 @@ def test_a_run_repeats_itself_to_the_last_bit_and_is_json():
     first = json.dumps(run_synthetic(config))
     assert json.dumps(run_synthetic(config)) == first
     assert "NaN" not in first
+
+
+def test_a_device_is_refused_because_the_cells_run_on_the_cpu(tmp_path):
+    materials = PlannedMaterials(data=tmp_path, work=tmp_path)
+    with pytest.raises(UserError, match="study synthetic reads no --device cuda; leave it out"):
+        STUDIES["synthetic"].cells(materials, Size(device="cuda"), (0,))
+    assert STUDIES["synthetic"].cells(materials, Size(device="cpu"), (0,))
+    assert STUDIES["nano"].cells(materials, Size(device="cuda"), (0,))  # which reads it
 
 
 def test_the_random_scale_repeats_itself_too():

@@ -7,7 +7,7 @@ from typing import Literal
 
 from acmoe.data.text.corpus import MANIFEST, is_intact, read_manifest
 from acmoe.data.text.sentences import read_sentence_manifest
-from acmoe.errors import UserError, check
+from acmoe.errors import UserError, check, suggest
 
 ROOT = Path("data")  # the folder of the prepared data sets, unless a command gets another
 
@@ -134,7 +134,7 @@ def datasets() -> list[Dataset]:
 def dataset(name: str) -> Dataset:
     """Return the data set of that name."""
     by_name = {entry.name: entry for entry in _DATASETS}
-    check(name in by_name, f"data set {name!r} is not known; choose one of {', '.join(by_name)}")
+    check(name in by_name, f"data set {name!r} is not known; {suggest(name, by_name)}")
     return by_name[name]
 
 

@@ -66,6 +66,7 @@ def check_empty(folder: Path) -> None:
     """Raise a UserError unless the folder is absent or empty, and can be replaced."""
     check(folder.name != "", f"{folder} cannot be replaced by a new folder; give one with a name")
     check_can_fill(folder.parent)  # the draft is written beside the folder
+    check(not folder.is_file(), f"{folder} is a file; choose another path for the new folder")
     check(
         not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
         f"{folder} exists and is not empty; choose another folder, or remove it first",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from acmoe.config.overrides import override
 from acmoe.config.routing import AdaptiveConfig, RouterConfig, router_config
-from acmoe.errors import check, typed_line
+from acmoe.errors import check, suggest, typed_line
 from acmoe.fast.compiled import compile_blocks
 from acmoe.fast.memory import StaticMemory
 from acmoe.lab.bench.added import added
@@ -63,8 +63,8 @@ class TrainBenchConfig:
             known = ", ".join(VARIANTS)
             check(variant in VARIANTS, f"variant {variant!r} is unknown; choose among {known}")
         for model in self.models:
-            known = ", ".join(list_models())
-            check(model in list_models(), f"model {model!r} is unknown; choose among {known}")
+            meant = suggest(model, list_models())
+            check(model in list_models(), f"model {model!r} is unknown; {meant}")
             override(model_card(model).config, self.options)
         check(
             bool(self.models) or not self.options,

@@ -1,12 +1,17 @@
-"""The data sets of a study before they are prepared, to check a command's options at once."""
+"""The data sets of a study before they are prepared, to check a command's options at once.
+
+To list the cells of a study, its data sets need not even be there.
+"""
 
 from pathlib import Path
 
 import numpy as np
 
 from acmoe.data.images.arrays import open_array_splits
-from acmoe.lab.study.materials import Images, Materials, Text
+from acmoe.lab.study.materials import MEGABYTE, Images, Materials, Text
 from acmoe.storage.writable import check_can_fill
+
+UNREAD = ""  # in place of the fingerprint of data that were not read
 
 
 class PlannedMaterials(Materials):
@@ -21,10 +26,11 @@ class PlannedMaterials(Materials):
         return self._text("bytes", f"bytes-{megabytes:g}", 256)
 
     def stdlib(self, megabytes: float) -> Text:
-        return self._text("stdlib", f"stdlib-{megabytes:g}", 256)
+        text = self._text("stdlib", f"stdlib-{megabytes:g}", 256)
+        return text._replace(limit=int(megabytes * MEGABYTE))
 
     def digits(self) -> str:
-        return ""
+        return UNREAD
 
     def words(self, parts: int, vocabulary: int) -> Text:
         self._word_files(parts)
@@ -35,7 +41,7 @@ class PlannedMaterials(Materials):
         source, out = self._folder("imagenette"), self.work / "imagenette"
         check_can_fill(out)
         train = open_array_splits(out if out.is_dir() else source)["train"]
-        return Images(out, len(train.pixels(0)), int(np.max(train.labels)) + 1, "")
+        return Images(out, len(train.pixels(0)), int(np.max(train.labels)) + 1, UNREAD)
 
     def other_bytes(self, text: Text, tokens: int) -> Path:
         self._folder("enwik8-prefix")
@@ -52,4 +58,23 @@ class PlannedMaterials(Materials):
 
     def _text(self, name: str, folder: str, vocab_size: int) -> Text:
         check_can_fill(self.work / folder)
-        return Text(name, self.work / folder, vocab_size, "")
+        return Text(name, self.work / folder, vocab_size, UNREAD)
+
+
+class UnreadMaterials(PlannedMaterials):
+    """Stands for data sets that nobody reads; neither `data` nor `work` need exist.
+
+    Images have the size of the recorded runs.
+    """
+
+    def images(self) -> Images:
+        return Images(self.work / "imagenette", 112, 10, UNREAD)
+
+    def _folder(self, name: str) -> Path:
+        return self.data / name
+
+    def _word_files(self, parts: int) -> list[Path]:
+        return []
+
+    def _text(self, name: str, folder: str, vocab_size: int) -> Text:
+        return Text(name, self.work / folder, vocab_size, UNREAD)

@@ -66,6 +66,8 @@ class WatchedSize(Size):
         options = {name: f"--{_option(name)} {value:g}" for name, value in given.items()}
         if values["brief"]:
             options["brief"] = "--brief"
+        if values["device"] not in ("auto", "cpu"):  # cells that read no device run on the CPU
+            options["device"] = f"--device {values['device']}"
         return [text for name, text in options.items() if name not in values["reads"]]
 
 
