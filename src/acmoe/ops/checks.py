@@ -7,6 +7,7 @@ assert.
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from acmoe.errors import UserError, check
 from acmoe.ops.dispatch import eager, transforming
@@ -55,10 +56,17 @@ def check_range(ids: Tensor, low: int, high: int, name: str) -> None:
         inside = ((ids >= low) & (ids < high)).all()
         torch._assert_async(inside, f"{name} holds ids outside [{low}, {high})")
         return
+    if not has_values(ids):
+        return
     least, most = torch.aminmax(ids)
     if least.item() < low or most.item() >= high:
         bad = ids[(ids < low) | (ids >= high)].flatten()[0].item()
         raise UserError(f"{name} holds id {bad}; ids must lie in [{low}, {high})")
+
+
+def has_values(x: Tensor) -> bool:
+    """Return False for tensors that are a shape and no more: on the meta device, or fake."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def check_clusters(assignment: Tensor, num_clusters: int) -> None:
