@@ -11,7 +11,7 @@ from torch import Tensor
 from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig, RouterConfig
 from acmoe.errors import UserError, check
 from acmoe.experts.capacity import limit_capacity
-from acmoe.experts.mlp import ExpertMLP
+from acmoe.experts.mlp import ExpertMLP, shaped_as
 from acmoe.experts.old_names import NOT_GIVEN, rename_emitter, renamed_emit
 from acmoe.ops.sort import sort_rows
 from acmoe.routing.build import build_router
@@ -139,7 +139,7 @@ class MoE(Layer):
         input_TD = self._expert_input(x, routing, expert_input, plain=plain)
         complete = self.capacity_factor is None and token_mask is None and router.always_k
         y = self.experts(input_TD, rows, sent.gate, complete=complete)
-        return blank(y if x.dim() == 2 else y.view(x.shape), token_mask), state
+        return blank(shaped_as(x, y), token_mask), state
 
     def _expert_input(
         self, x: Tensor, routing: Routing, given: Tensor | None, *, plain: bool
