@@ -16,6 +16,7 @@ from acmoe.experts.old_names import NOT_GIVEN, rename_emitter, renamed_emit
 from acmoe.ops.sort import sort_rows
 from acmoe.routing.build import build_router
 from acmoe.routing.next_state import SAME_ROUTER, NextState
+from acmoe.routing.rescaling import count_state
 from acmoe.routing.router import Router, blank, flat_mask, unwrapped
 from acmoe.routing.soft import SoftRouter
 from acmoe.routing.state import Routing, RoutingState
@@ -116,6 +117,7 @@ class MoE(Layer):
         """
         first_layer = state is None
         router = unwrapped(self.router)
+        count_state(router, state)
         state = router.state_for(x, state)
         slots = cache or _NO_CACHE
         if cache is not None:

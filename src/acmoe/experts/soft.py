@@ -15,6 +15,7 @@ from acmoe.ops.checks import check_dim, check_token_mask
 from acmoe.ops.precision import without_autocast
 from acmoe.routing.build import build_router
 from acmoe.routing.next_state import SAME_ROUTER, NextState
+from acmoe.routing.rescaling import count_state
 from acmoe.routing.router import blank
 from acmoe.routing.soft import SoftRouter, as_one_sequence
 from acmoe.routing.state import RoutingState
@@ -82,6 +83,7 @@ class SoftMoE(Layer):
 
         state: from the SoftMoE layer before; None in the first one.
         """
+        count_state(self.router, state)
         state = self.router.state_for(x, state)
         check_dim(x, self.dim)
         check_token_mask(x, token_mask)
