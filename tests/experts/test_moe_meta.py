@@ -91,13 +91,13 @@ def test_a_soft_layer_reads_no_number(router):
 def test_layers_of_fake_tensors_train_and_evaluate(router):
     with FakeTensorMode():  # as tools that predict memory without computing a number
         layers = [MoE(dim=6, hidden=8, num_experts=4, top_k=2, router=router) for _ in range(2)]
-        optimizer = torch.optim.SGD([p for moe in layers for p in moe.parameters()], lr=0.1)
         ids = torch.zeros(3, 5, dtype=torch.int64)
         for training in (True, False):
             x, state = torch.randn(3, 5, 6), None
             for moe in layers:
                 x, state = moe.train(training)(x, state, token_ids=ids)
             (x.sum() + state.aux_loss).backward()
-            optimizer.step()
+            for moe in layers:  # a step would also update layers of other tests, which are not fake
+                fold_statistics(moe)
     assert x.shape == (3, 5, 6)
     assert state.scale.shape == (4, 6)
