@@ -1,5 +1,6 @@
 """Loops of users on two processes: what one does alone must not stop or mislead the other."""
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,8 @@ from loops import buffers_of, build, data, same_on_all_ranks
 from ranks import in_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -36,6 +39,7 @@ def many(rank: int) -> dict[str, Any]:
         "meshes": meshes(rank),
         "stable": stable(rank),
         "joined": joined(rank),
+        "in place": in_place(rank),
     }
 
 
@@ -157,6 +161,21 @@ def joined(rank: int) -> str:
     return "went on"
 
 
+def in_place(rank: int) -> list[Tensor]:
+    """Add the residual in place to the output of a sharded layer; return its gradients."""
+    torch.manual_seed(0)
+    layer = acmoe.MoE(dim=6, hidden=4, num_experts=4, top_k=2, router="adaptive")
+    if dist.is_initialized():
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    x = torch.randn(2, 5, 6)  # the same on both processes: gradients are those of one
+    with warnings.catch_warnings(action="error"):
+        y, state = layer(x)
+    y += x
+    (y.square().sum() + state.aux_loss).backward()
+    gradients = [parameter.grad for parameter in layer.parameters()]
+    return [one.full_tensor() if isinstance(one, DTensor) else one for one in gradients]
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return in_ranks(2, many, folder=tmp_path_factory.mktemp("ranks"))
@@ -207,3 +226,8 @@ def test_the_balance_loss_of_stable_moe_is_that_of_all_tokens(two: list[dict[str
 def test_uneven_numbers_of_batches_are_refused(two: list[dict[str, Any]]) -> None:
     for result in two:
         assert "give all processes the same number of batches" in result["joined"]
+
+
+def test_a_residual_may_be_added_in_place_to_a_sharded_layer(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        torch.testing.assert_close(found["in place"], in_place(0))

@@ -18,6 +18,7 @@ from acmoe import (
     RandomConfig,
     RoutingState,
     SMoEConfig,
+    SoftMoE,
     StableConfig,
     ThresholdConfig,
     build_router,
@@ -230,3 +231,11 @@ def test_a_plain_layer_emits_for_the_adaptive_one_behind_it():
     _, state = moe(torch.randn(9, 6), begin(moe, 9))
     assert state.assignment.shape == (9, 2)
     assert not torch.equal(state.scale, torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("shape", [(7, 6), (2, 5, 6)])
+def test_the_output_is_no_view_of_which_a_wrapper_could_lose_its_hook(shape):
+    for moe in (build("adaptive"), SoftMoE(dim=6, hidden=4, num_experts=4)):
+        y, _ = moe(torch.randn(shape))
+        assert y.shape == shape
+        assert not y._is_view()

@@ -1,10 +1,11 @@
-"""No decision reads a number on the host: everything runs on the meta device, which has none.
+"""No decision reads a number on the host: all runs on the meta device, and with fake tensors.
 
 T tokens, D features.
 """
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from acmoe import (
     AdaptiveConfig,
@@ -82,3 +83,21 @@ def test_a_soft_layer_reads_no_number(router):
     fold_statistics(moe)
     assert y.shape == x.grad.shape == (3, 5, 6)
     assert all(value.is_meta for value in emitted[:4])
+
+
+@pytest.mark.parametrize(
+    "router", [*ROUTERS.values(), AdaptiveConfig(strength=1.0)], ids=[*ROUTERS, "strength"]
+)
+def test_layers_of_fake_tensors_train_and_evaluate(router):
+    with FakeTensorMode():  # as tools that predict memory without computing a number
+        layers = [MoE(dim=6, hidden=8, num_experts=4, top_k=2, router=router) for _ in range(2)]
+        ids = torch.zeros(3, 5, dtype=torch.int64)
+        for training in (True, False):
+            x, state = torch.randn(3, 5, 6), None
+            for moe in layers:
+                x, state = moe.train(training)(x, state, token_ids=ids)
+            (x.sum() + state.aux_loss).backward()
+            for moe in layers:  # a step would also update layers of other tests, which are not fake
+                fold_statistics(moe)
+    assert x.shape == (3, 5, 6)
+    assert state.scale.shape == (4, 6)

@@ -108,3 +108,17 @@ def batched_linear(x_ENI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None) ->
     if bias_EO is None:
         return x_ENI @ weight_EIO
     return torch.baddbmm(bias_EO.to(x_ENI.dtype)[:, None], x_ENI, weight_EIO)
+
+
+def shaped_as(x: Tensor, y: Tensor) -> Tensor:
+    """Return y in the shape of x. Nobody else may use y: autograd takes the result for its own.
+
+    `y.view` would return a view. FSDP2 hooks the outputs of a module, warns of views among them,
+    and loses its hook where a residual is added in place: the backward then fails.
+    """
+    if y.dim() == x.dim():
+        return y
+    if torch.compiler.is_compiling():
+        return y.view(x.shape)
+    own: Tensor = torch.ops.aten._unsafe_view(y, x.shape)
+    return own

@@ -11,11 +11,12 @@ from torch import Tensor
 from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig, RouterConfig
 from acmoe.errors import UserError, check
 from acmoe.experts.capacity import limit_capacity
-from acmoe.experts.mlp import ExpertMLP
+from acmoe.experts.mlp import ExpertMLP, shaped_as
 from acmoe.experts.old_names import NOT_GIVEN, rename_emitter, renamed_emit
 from acmoe.ops.sort import sort_rows
 from acmoe.routing.build import build_router
 from acmoe.routing.next_state import SAME_ROUTER, NextState
+from acmoe.routing.rescaling import count_state
 from acmoe.routing.router import Router, blank, flat_mask, unwrapped
 from acmoe.routing.soft import SoftRouter
 from acmoe.routing.state import Routing, RoutingState
@@ -116,6 +117,7 @@ class MoE(Layer):
         """
         first_layer = state is None
         router = unwrapped(self.router)
+        count_state(router, state)
         state = router.state_for(x, state)
         slots = cache or _NO_CACHE
         if cache is not None:
@@ -139,7 +141,7 @@ class MoE(Layer):
         input_TD = self._expert_input(x, routing, expert_input, plain=plain)
         complete = self.capacity_factor is None and token_mask is None and router.always_k
         y = self.experts(input_TD, rows, sent.gate, complete=complete)
-        return blank(y if x.dim() == 2 else y.view(x.shape), token_mask), state
+        return blank(shaped_as(x, y), token_mask), state
 
     def _expert_input(
         self, x: Tensor, routing: Routing, given: Tensor | None, *, plain: bool

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig, SoftConfig
 from acmoe.errors import check
-from acmoe.experts.mlp import ExpertMLP
+from acmoe.experts.mlp import ExpertMLP, shaped_as
 from acmoe.experts.old_names import NOT_GIVEN, rename_emitter, renamed_emit
 from acmoe.ops.checks import check_dim, check_token_mask
 from acmoe.ops.precision import without_autocast
 from acmoe.routing.build import build_router
 from acmoe.routing.next_state import SAME_ROUTER, NextState
+from acmoe.routing.rescaling import count_state
 from acmoe.routing.router import blank
 from acmoe.routing.soft import SoftRouter, as_one_sequence
 from acmoe.routing.state import RoutingState
@@ -82,6 +83,7 @@ class SoftMoE(Layer):
 
         state: from the SoftMoE layer before; None in the first one.
         """
+        count_state(self.router, state)
         state = self.router.state_for(x, state)
         check_dim(x, self.dim)
         check_token_mask(x, token_mask)
@@ -95,8 +97,7 @@ class SoftMoE(Layer):
         slot_BSD = soft.dispatch.to(x.dtype).mT @ input_BLD
         out_BSD = self.run_experts(slot_BSD)
         y_BLD = blank(soft.combine.to(x.dtype) @ out_BSD, mask_BL)
-        # Not a view where that is possible: FSDP2 warns of modules that return one.
-        return y_BLD if x.dim() == 3 else y_BLD.view(x.shape), state
+        return shaped_as(x, y_BLD), state
 
     def run_experts(self, slot_BSD: Tensor) -> Tensor:
         """Return the experts' outputs (B, S, D); each expert reads its own P slots."""

@@ -1,11 +1,22 @@
-"""The base class of routers that rescale the tokens and let another router choose experts."""
+"""The base class of routers that rescale the tokens and let another router choose experts.
 
+Such a router needs the state of the layer before. `y, _ = moe(x)` in every block is no error, but
+each layer then is a first one, and routes as its base router; `count_state` warns of it.
+"""
+
+import logging
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig
+from acmoe.ops.dispatch import log_once
 from acmoe.ops.route import ScaledTokens
 from acmoe.routing.router import Router
-from acmoe.routing.state import Routing, check_mix
+from acmoe.routing.state import Routing, RoutingState, check_mix
+
+PATIENCE = 100  # training calls without a state before the warning
 
 
 class RescalingRouter(Router):
@@ -23,6 +34,13 @@ class RescalingRouter(Router):
         self.mix = config.mix
         self.always_k = base.always_k
 
+    def forward(
+        self, x: Tensor | ScaledTokens, state: RoutingState | None = None, **options: Any
+    ) -> Routing:
+        if self.next_layer is not None:  # no MoE layer is around it, which would count the state
+            count_state(self, state)
+        return super().forward(x, state, **options)
+
     def route(
         self,
         tokens: ScaledTokens,
@@ -33,3 +51,33 @@ class RescalingRouter(Router):
         """Let the base router choose experts for the rescaled tokens."""
         found: Routing = self.base(tokens, token_mask=token_mask, token_ids=token_ids)
         return found
+
+
+class _Calls:
+    """Training calls of layers with such routers in this process."""
+
+    without = 0  # calls that got no state, before the first that got one
+    passed = False  # True: a call got a state
+
+
+def count_state(router: Router, state: RoutingState | None) -> None:
+    """Count a training call; warn once if PATIENCE of them came and none got a state."""
+    if router.training and isinstance(router, RescalingRouter):
+        _count(state is not None)
+
+
+# torch.compile counts once, while it traces, and leaves the call out of the graph.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _count(passed: bool) -> None:
+    if _Calls.passed:
+        return
+    _Calls.passed = passed
+    _Calls.without += not passed
+    if _Calls.without == PATIENCE:
+        log_once(
+            f"{PATIENCE} training calls of adaptive layers, and none got the state of a layer "
+            "before it, so that all of them route as the plain router: pass it on, "
+            "y, state = moe(x, state), or let acmoe.MoEStack do so (a single MoE layer has no "
+            "layer before it, and needs no adaptive router)",
+            logging.WARNING,
+        )

@@ -72,7 +72,7 @@ def test_two_cells_fill_every_column_of_the_page(setting, cells, tmp_path):
         assert {metric.key for metric in VISION.compared} <= record["metrics"].keys()
         assert record["details"]["scored"]["images"] == 12
         lines.append({**record, "environment": {"device": "cpu"}, "options": SIZE.text})
-    assert "pgd, eps 4/255, batch 1 of 1" in news
+    assert f"pgd, eps 4/255, steps {PGD.steps} of {PGD.steps}" in news
     page = tmp_path / "page.md"
     page.write_text("<!-- study:vision:begin -->\n<!-- study:vision:end -->\n")
     report(VISION, write_results(tmp_path / "vision.jsonl", lines), page, tmp_path / "pictures")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import UserError, check
+from acmoe.ops.checks import has_values
 from acmoe.ops.dispatch import transforming
 from acmoe.ops.precision import wide_dtype
 
@@ -53,7 +54,8 @@ def _check_dispersion(dispersion: Tensor) -> None:
         f"dispersion has shape {tuple(dispersion.shape)} and dtype {dispersion.dtype}; "
         "pass floating-point (clusters, features) with at least one feature",
     )
-    if dispersion.device.type == "cpu" and not (torch.compiler.is_compiling() or transforming()):
+    traced = torch.compiler.is_compiling() or transforming()
+    if dispersion.device.type == "cpu" and has_values(dispersion) and not traced:
         valid = torch.isfinite(dispersion) & (dispersion >= 0)
         if not valid.all():
             bad = dispersion[~valid].flatten()[0].item()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig
+from acmoe.ops.checks import has_values
 from acmoe.ops.dispatch import log_once, transforming
 from acmoe.ops.statistics.over_ranks import world_size
 from acmoe.ops.statistics.pending import capturing
@@ -115,7 +116,7 @@ class RunningAverage(StepStatistics):
         if self.training or torch.compiler.is_compiling() or transforming():
             return
         weight = self.weight
-        if weight.is_meta:
+        if not has_values(weight):
             return
         now = id(weight), 0 if weight.is_inference() else weight._version
         if self.checked == now or capturing(weight):
@@ -144,7 +145,7 @@ class RunningAverage(StepStatistics):
             return
         count = self.pending_buffer("last_count")
         reads = not {"running", "prefix"}.isdisjoint(self.config.modes)
-        unseen = torch.compiler.is_compiling() or count.is_meta or capturing(count)
+        unseen = torch.compiler.is_compiling() or not has_values(count) or capturing(count)
         if self.has_pending or not reads or unseen:
             return
         if count.any() and not self.weight.any():

@@ -87,7 +87,7 @@ def _attacked(
             config.data,
             attack,
             device=str(pick_device(config.device)),
-            progress=lambda stage, done, total: notify(f"{stage}, batch {done} of {total}"),
+            progress=lambda stage, done, total: notify(f"{stage} {done} of {total}"),
         )
         for figure in report.figures:
             name = f"{attack_name(attack)} {eps_text(figure.eps)}"

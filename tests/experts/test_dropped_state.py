@@ -1,0 +1,92 @@
+"""A model that drops the state between its layers is told so: it routes as the plain one."""
+
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from acmoe import (
+    AdaptiveConfig,
+    MoE,
+    MoEStack,
+    RoutingState,
+    SMoEConfig,
+    SoftConfig,
+    SoftMoE,
+    build_router,
+)
+from acmoe.ops import dispatch
+from acmoe.routing import rescaling
+
+SIZES: dict[str, Any] = {"dim": 6, "num_experts": 4}
+LAYERS = {
+    "moe": partial(MoE, **SIZES, hidden=4, top_k=2),
+    "soft": partial(SoftMoE, **SIZES, hidden=4),
+    "alone": partial(build_router, **SIZES, top_k=2, standalone=True),
+}
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
+    monkeypatch.setattr(dispatch, "_logged", set())
+    monkeypatch.setattr(rescaling, "PATIENCE", 6)
+    monkeypatch.setattr(rescaling._Calls, "without", 0)
+    monkeypatch.setattr(rescaling._Calls, "passed", False)
+    caplog.set_level(logging.WARNING, logger="acmoe")
+    return caplog
+
+
+def pair(kind: str) -> list[Any]:
+    config = AdaptiveConfig(base=SoftConfig() if kind == "soft" else SMoEConfig())
+    return [LAYERS[kind](router=config) for _ in range(2)]
+
+
+def call(layer: Any, x: Tensor, state: RoutingState | None) -> tuple[Tensor, RoutingState]:
+    if hasattr(layer, "experts"):
+        y: tuple[Tensor, RoutingState] = layer(x, state)
+        return y
+    return x, layer.next_state(x, layer(x, state), state)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_that_never_get_a_state_say_so_once(kind: str, logged: Any) -> None:
+    layers = pair(kind)
+    x = torch.randn(2, 5, 6)
+    for calls in range(1, 5):
+        for layer in layers:
+            call(layer, x, None)
+        assert len(logged.messages) == (1 if 2 * calls >= 6 else 0)
+    assert "y, state = moe(x, state)" in logged.messages[0]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_that_get_their_states_say_nothing(kind: str, logged: Any) -> None:
+    first, second = pair(kind)
+    x = torch.randn(2, 5, 6)
+    for _ in range(8):
+        y, state = call(first, x, None)
+        call(second, y, state)
+    assert logged.messages == []
+
+
+def test_plain_layers_and_evaluations_say_nothing(logged: Any) -> None:
+    plain, adaptive = MoE(**SIZES, hidden=4, top_k=2), pair("moe")[0].eval()
+    for _ in range(8):
+        plain(torch.randn(5, 6))
+        call(adaptive, torch.randn(5, 6), None)
+    assert not any("state of a layer before" in line for line in logged.messages)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's
+def test_a_state_that_compiled_layers_pass_is_seen(logged: Any) -> None:
+    torch._dynamo.reset()
+    first, second = pair("moe")
+    stack = torch.compile(MoEStack(nn.Identity(), first, second), backend="eager", fullgraph=True)
+    for _ in range(2):
+        stack(torch.randn(5, 6))
+    for _ in range(8):
+        first(torch.randn(5, 6))
+    assert logged.messages == []
