@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from acmoe.errors import UserError
 from acmoe.lab.bench.options import BOTH
 from acmoe.lab.bench.page import replace_between
-from acmoe.lab.bench.results import Report, newest
+from acmoe.lab.bench.results import Report, newest, software
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
@@ -167,8 +167,7 @@ def markdown(report: Report) -> str:
         "",
         f"```\n{report.command}\n```",
         "",
-        f"{report.date}, torch {where['torch']}, triton {where['triton']}, commit "
-        f"{where['commit'] or 'not recorded'}",
+        f"{report.date}, {software(report)}, commit {where['commit'] or 'not recorded'}",
         "",
         _line(headings),
         _line(["---"] * len(headings)),
