@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
+from acmoe.ops import bounded as bounded_module
 from acmoe.ops.bounded import bounded
+from acmoe.ops.route.tokens import ScaledTokens
 
 
 def test_rows_up_to_the_bound_keep_every_bit() -> None:
@@ -20,6 +22,35 @@ def test_a_huge_row_is_shrunk_to_the_bound(size: float) -> None:
     x_TD = torch.tensor([[size, -size / 2, 0.0], [1.0, 2.0, 3.0]])
     expected = torch.tensor([[2.0**32, -(2.0**31), 0.0], [1.0, 2.0, 3.0]])
     torch.testing.assert_close(bounded(x_TD), expected, rtol=1e-6, atol=0)
+
+
+def test_few_tokens_are_rescaled_whatever_other_clusters_hold() -> None:
+    """With fewer tokens than clusters, only the tokens' own rows of the scale are read."""
+    x_TD = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    scale_CD = torch.rand(5, 4, generator=torch.Generator().manual_seed(1)) + 0.5
+    assignment_T = torch.tensor([4, -1, 0])
+    own_TD = torch.stack([scale_CD[4], torch.ones(4), scale_CD[0]])
+    for other in (1.0, 2.0**40, math.nan):  # of clusters 1 to 3, which have no token
+        scale_CD[1:4] = other
+        found_TD = ScaledTokens(x_TD, scale_CD, assignment_T).dense()
+        assert torch.equal(found_TD, x_TD * own_TD)
+    scale_CD[4] = 2.0**40  # of the first token, which is shrunk to the bound
+    found_TD = ScaledTokens(x_TD, scale_CD, assignment_T).dense()
+    shrunk_D = x_TD[0] * (2.0**32 / x_TD[0].abs().max())
+    torch.testing.assert_close(found_TD[0], shrunk_D, rtol=1e-6, atol=0)
+    assert torch.equal(found_TD[1:], (x_TD * own_TD)[1:])
+
+
+def test_few_tokens_read_as_many_rows_of_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, sum_of_squares = [], bounded_module._sum_of_squares
+    monkeypatch.setattr(
+        bounded_module, "_sum_of_squares", lambda x: read.append(len(x)) or sum_of_squares(x)
+    )
+    for tokens, rows in ((3, 3), (7, 5)):  # of 5 clusters
+        read.clear()
+        ids_T = torch.arange(tokens) % 5
+        ScaledTokens(torch.ones(tokens, 4), torch.ones(5, 4), ids_T).dense()
+        assert read == [tokens, rows]
 
 
 def test_float64_has_its_own_bound() -> None:

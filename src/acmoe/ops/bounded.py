@@ -19,7 +19,7 @@ def bounded(x_XD: Tensor) -> Tensor:
     its direction. Every other row is multiplied by exactly 1, so that no bit of it changes. A row
     with NaN or infinity holds NaN afterwards.
     """
-    if surely_bounded(x_XD):
+    if host_may_read(x_XD) and sums_are_bounded(x_XD):
         return x_XD
     bound = math.ldexp(1.0, _exponent(x_XD))
     return x_XD * (bound / largest_values(x_XD)[..., None]).clamp(max=1.0)
@@ -36,14 +36,14 @@ def largest_values(x_XD: Tensor) -> Tensor:
     return largest_X
 
 
-def surely_bounded(*factors: Tensor) -> bool:
-    """Return True if the host sees that no row of a product of the factors exceeds the bound.
+def sums_are_bounded(*factors: Tensor) -> bool:
+    """Return True if the factors are so small that no row of their product exceeds the bound.
 
-    No value is larger than the root of the sum of all squares, which takes one pass and is NaN or
-    inf where a value is. It is rounded, hence the half.
+    The host reads all of them. No value is larger than the root of the sum of all squares, which
+    takes one pass and is NaN or inf where a value is. It is rounded, hence the half.
     """
     limit = math.ldexp(0.5, _exponent(factors[0]) // len(factors))
-    return all(host_may_read(one) and _sum_of_squares(one) <= limit**2 for one in factors)
+    return all(_sum_of_squares(one) <= limit**2 for one in factors)
 
 
 def _sum_of_squares(x: Tensor) -> float:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from acmoe.lab.bench.implementations.check import TOLERANCE
 from acmoe.lab.bench.implementations.plain import grouped_layer
 from acmoe.lab.bench.implementations.registry import IMPLEMENTATIONS
 from acmoe.lab.bench.layer import LayerConfig, check_layer, draw_trial
@@ -105,11 +104,10 @@ def test_an_adapter_gives_its_package_the_layer_we_mean(
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     trial = draw_trial(SHAPES[shape], LayerConfig(dtype="fp32"), CPU)
     (baseline,) = [one for one in IMPLEMENTATIONS if one.name == name]
-    check_layer(baseline.build(trial.shape, trial.weights), trial).require(TOLERANCE[torch.float32])
+    check_layer(baseline.build(trial.shape, trial.weights), trial)  # raises if it is wrong
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-relu"])
 def test_the_layer_given_to_the_compiler_is_the_layer_we_mean(shape: str) -> None:
     trial = draw_trial(SHAPES[shape], LayerConfig(dtype="bf16"), CPU)
-    errors = check_layer(lambda x: grouped_layer(x, trial.weights, trial.shape), trial)
-    errors.require(TOLERANCE[torch.bfloat16])
+    check_layer(lambda x: grouped_layer(x, trial.weights, trial.shape), trial)

@@ -77,6 +77,19 @@ def test_the_environment_names_the_versions_that_ran() -> None:
     assert set(found) >= {"device", "python", "acmoe", "torch", "triton", "commit"}
 
 
+def test_a_report_of_a_cpu_says_how_many_threads_ran() -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        found = environment(torch.device("cpu"))
+    finally:
+        torch.set_num_threads(threads)
+    assert found["threads"] == str(threads + 1)
+    of_cpu = replace(report(), environment=report().environment | {"threads": "3"})
+    assert "2026-01-02, torch 2.11, triton None, threads 3, commit abc" in markdown(of_cpu)
+    assert "2026-01-02, torch 2.11, triton None, commit abc" in markdown(report())
+
+
 def test_the_environment_names_rivals_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"sonic-moe": "0.1", "torch": "2", "scattermoe": None}
     monkeypatch.setattr(results, "_version", lambda package: versions.get(package))

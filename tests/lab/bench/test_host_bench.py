@@ -8,7 +8,7 @@ import torch
 from acmoe.errors import UserError
 from acmoe.lab.bench import host
 from acmoe.lab.bench.host import HostConfig, QueueClock, bench_host
-from acmoe.lab.bench.layer import BOTH, FORWARD
+from acmoe.lab.bench.options import BOTH, FORWARD
 from acmoe.lab.bench.table import cells
 
 
@@ -24,6 +24,15 @@ def test_every_mode_is_timed_without_and_with_gradients(monkeypatch: pytest.Monk
     row = report.rows[2] | {"us": 1234.4, "us_low": 1000.0, "us_high": 2000.6}
     report.rows[:] = [row]
     assert cells(report) == [["8x8x8x4x2-relu@3", "plain", "f+b", "1,234 (1,000-2,001)"]]
+
+
+def test_forward_alone_times_the_calls_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "QUEUED", 1)
+    shapes = ("8x8x8x4x2-relu",)
+    report = bench_host(HostConfig(shapes=shapes, repeat=2, device="cpu", forward=True))
+    modes = ("plain", "running", "batch")
+    assert [(row["mode"], row["part"]) for row in report.rows] == [(m, FORWARD) for m in modes]
+    assert report.kind == "host-forward"
 
 
 def test_a_time_is_the_mean_of_ten_calls() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from acmoe.errors import UserError
 from acmoe.lab.bench.implementations.check import Errors, WrongResultError, compare, reference
-from acmoe.lab.bench.implementations.ours import build_ours
+from acmoe.lab.bench.implementations.ours import build_moe, build_ours, plain_state
 from acmoe.lab.bench.implementations.plain import activate, route
 from acmoe.lab.bench.implementations.registry import (
     IMPLEMENTATIONS,
@@ -17,11 +17,15 @@ from acmoe.lab.bench.implementations.registry import (
     find_implementations,
 )
 from acmoe.lab.bench.implementations.weights import Weights
-from acmoe.lab.bench.layer import BOTH, FORWARD, LayerConfig, bench_layer, draw_trial
+from acmoe.lab.bench.layer import LayerConfig, bench_layer, draw_trial
+from acmoe.lab.bench.options import BOTH, FORWARD
 from acmoe.lab.bench.shapes import SHAPES, Shape, find_shape, find_shapes
+from acmoe.lab.bench.table import cells
 from acmoe.recipes.nano import switch_nano
+from acmoe.routing.state import RoutingState
 
 CPU = torch.device("cpu")
+SHARED = ("assignment", "membership", "scale", "order", "origin")  # all fields but aux_loss
 
 
 def entrant(name: str, change: Callable[[Tensor], Tensor]) -> Implementation:
@@ -49,6 +53,52 @@ def test_a_contestant_whose_output_is_a_tenth_too_large_gets_no_time() -> None:
     right = [row for row in rows if row["contestant"] == "right"]
     assert [row["part"] for row in right] == [FORWARD, BOTH]
     assert all(row["ms"] > 0 and row["refused"] is None for row in right)
+
+
+def test_forward_alone_runs_no_backward_and_checks_no_gradient() -> None:
+    recorded = []
+
+    def watch(y: Tensor) -> Tensor:
+        recorded.append(y.requires_grad)
+        return y
+
+    bent = entrant("bent", lambda y: y.detach() + 0.9 * (y - y.detach()))  # a wrong gradient
+    entrants = [entrant("watched", watch), bent, entrant("wrong", lambda y: 1.1 * y)]
+    config = LayerConfig(shapes=("tiny",), repeat=2, device="cpu", forward=True)
+    report = bench_layer(config, implementations=entrants)
+    dense, watched, right, wrong = report.rows
+    assert recorded and not any(recorded)
+    assert report.kind == "layer-forward" and report.arguments["forward"] is True
+    assert dense["contestant"] == "dense matmul"
+    assert [row["part"] for row in (watched, right, wrong)] == [FORWARD] * 3
+    assert right["ms"] > 0 and right["gradient_error"] is None
+    assert wrong["refused"] == "WrongResultError: relative error 1.0e-01 forward; 1e-03 is allowed"
+    assert wrong["ms"] is None
+    # 512 rows of 32 features to 96 gate and up units, and 48 back to 32, as in both passes
+    operations = 2 * 512 * (32 * 96 + 48 * 32)
+    assert watched["tflops"] == pytest.approx(operations / watched["ms"] / 1e9)
+    assert cells(report)[1][7] == f"{watched['forward_error']:.1e}"
+
+
+def test_a_layer_that_is_wrong_without_gradients_only_is_refused() -> None:
+    """Without gradients other kernels may run, and the forward pass is timed so."""
+    config = LayerConfig(shapes=("tiny",), repeat=2, device="cpu")
+    bad = entrant("bad", lambda y: y if torch.is_grad_enabled() else 1.1 * y)
+    *_, row = bench_layer(config, implementations=[bad]).rows
+    assert "relative error 1.0e-01 forward; " in row["refused"] and row["ms"] is None
+
+
+def test_our_layer_is_timed_behind_another_plain_one() -> None:
+    """It gets the state of the layer before and hands its tensors on, as in a model."""
+    shape, weights = SHAPES["tiny"], draw_trial(SHAPES["tiny"], LayerConfig(), CPU).weights
+    moe, x = build_moe(shape, weights), torch.randn(shape.tokens, shape.dim)
+    given, passed_on = plain_state(shape, CPU), moe(x)[1]
+    for name, mine, theirs in zip(given._fields, given, passed_on, strict=True):
+        assert torch.equal(mine, theirs) and mine.dtype == theirs.dtype, name
+    after = moe(x, given)[1]
+    assert all(getattr(after, name) is getattr(given, name) for name in SHARED)
+    made_by_hand = RoutingState.before(x, num_clusters=shape.num_experts)
+    assert moe(x, made_by_hand)[1].scale is not made_by_hand.scale
 
 
 def test_a_contestant_with_the_right_output_and_a_wrong_gradient_is_refused() -> None:
@@ -277,3 +327,4 @@ def test_a_report_on_the_rival_that_is_slow_to_start_has_a_name_of_its_own():
     assert (
         LayerConfig(rivals=("sonicmoe",), skew=True, graph=True).kind == "layer-sonicmoe-skew-graph"
     )
+    assert LayerConfig(skew=True, forward=True, graph=True).kind == "layer-skew-forward-graph"

@@ -6,11 +6,12 @@ import torch
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import UserError
 from acmoe.lab.bench import router as router_bench
-from acmoe.lab.bench.layer import BOTH, FORWARD
-from acmoe.lab.bench.router import (
-    RouterBenchConfig,
+from acmoe.lab.bench.options import BOTH, FORWARD
+from acmoe.lab.bench.router import RouterBenchConfig, bench_router
+from acmoe.lab.bench.router_trial import (
+    PLAIN,
     Trial,
-    bench_router,
+    as_timed,
     check_mode,
     draw_trial,
     with_equal_choices,
@@ -35,6 +36,50 @@ def test_every_mode_is_measured_and_compared_with_the_plain_layer() -> None:
         assert row["added_ms"] == pytest.approx(row["ms"] - plain["ms"])
         assert row["added_percent"] == pytest.approx(100 * row["added_ms"] / plain["ms"])
         assert row["floor_ms"] > 0
+
+
+def test_forward_alone_measures_the_modes_that_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(torch.autograd, "grad", lambda *_, **__: calls.append("backward"))
+    config = RouterBenchConfig(shapes=("tiny",), repeat=2, device="cpu", forward=True)
+    report = bench_router(config)
+    rows = {row["mode"]: row for row in report.rows}
+    assert set(rows) == {"plain", "running", "plain routing alone"}
+    assert report.kind == "router-forward" and not calls
+    assert {row["part"] for row in report.rows} == {FORWARD}
+    added = rows["running"]["ms"] - rows["plain"]["ms"]
+    assert rows["running"]["added_ms"] == pytest.approx(added) and rows["running"]["ms"] > 0
+    assert RouterBenchConfig(compile=True, forward=True, graph=True).kind == (
+        "router-compile-forward-graph"
+    )
+
+
+def test_a_mode_that_is_wrong_in_evaluation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = router_bench.build_moe
+
+    def wrong(*arguments: object) -> torch.nn.Module:
+        moe = right(*arguments)
+        moe.register_forward_hook(
+            lambda moe, _, found: found if moe.training else (1.1 * found[0], found[1])
+        )
+        return moe
+
+    monkeypatch.setattr(router_bench, "build_moe", wrong)
+    config = RouterBenchConfig(shapes=("tiny",), repeat=2, device="cpu")
+    rows = {row["mode"]: row for row in bench_router(config).rows}
+    assert "relative error 1.0e-01 forward; " in rows["running"]["refused"]
+    assert rows["batch"]["refused"] is None  # it is trained only
+
+
+@pytest.mark.parametrize("mode", router_bench.MODES)
+def test_a_layer_is_timed_with_the_state_of_one_like_it(mode: str) -> None:
+    trial = draw_trial(SHAPES["tiny"], RouterBenchConfig(dtype="fp32", device="cpu"), CPU)
+    moe = router_bench.build_moe(trial.shape, trial.weights, router_bench.MODES[mode])
+    timed, passed_on = as_timed(mode, trial).state, moe(trial.x)[1]
+    assert timed.origin.shape == passed_on.origin.shape
+    assert [one.shape for one in timed] == [one.shape for one in passed_on]
+    if mode == PLAIN:  # nothing is made anew between plain layers
+        assert moe(trial.x, timed)[1].scale is timed.scale
 
 
 def test_a_mode_that_routes_by_another_scale_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

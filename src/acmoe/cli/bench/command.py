@@ -1,6 +1,6 @@
 """`acmoe bench`: measure speed, side by side with every baseline that is installed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 import tyro
@@ -13,7 +13,7 @@ from acmoe.cli.bench.tools import Host, Profile, Scaling, Table, Tune
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Time forward and backward of one MoE layer beside baselines, in milliseconds."""
+    """Time one MoE layer beside baselines, forward and with backward, in milliseconds."""
 
     shapes: tuple[str, ...] = ()
     """Layers to measure: olmoe, qwen30b, fine, mixtral, switch, swin, dsv2lite, dsv3, gptoss,
@@ -32,6 +32,9 @@ class Layer:
     dtype: str = "auto"
     """Data type of weights and tokens: bf16, fp16 or fp32; auto takes bf16 on a GPU and fp32 on a
     CPU."""
+    forward: bool = False
+    """Time the forward pass without gradients alone. No backward runs, so that its memory is not
+    needed and gradients are not checked."""
     skew: bool = False
     """Draw weights with which nearly half of the tokens choose the same expert."""
     graph: bool = False
@@ -43,7 +46,8 @@ class Layer:
     json: bool = False
     """Print the result as JSON."""
     save: bool = False
-    """Also write benchmarks/results/DATE-layer-DEVICE.json."""
+    """Also write benchmarks/results/DATE-layer-DEVICE.json; sonicmoe alone, --skew, --forward and
+    --graph add their names after `layer`."""
 
     def run(self) -> int:
         from acmoe.lab.bench.layer import LayerConfig, bench_layer
@@ -53,6 +57,7 @@ class Layer:
             tokens=self.tokens,
             rivals=self.rivals,
             dtype=self.dtype,
+            forward=self.forward,
             skew=self.skew,
             graph=self.graph,
             repeat=self.repeat,
@@ -76,6 +81,9 @@ class Router:
     dtype: str = "auto"
     """Data type of weights and tokens: bf16, fp16 or fp32; auto takes bf16 on a GPU and fp32 on a
     CPU."""
+    forward: bool = False
+    """Time the forward pass without gradients alone, of the plain router and of running averages:
+    statistics of a batch depend on later tokens, so that nobody decodes with them."""
     graph: bool = False
     """Time replays of a CUDA graph, which excludes launch overhead."""
     compile: bool = False
@@ -87,7 +95,8 @@ class Router:
     json: bool = False
     """Print the result as JSON."""
     save: bool = False
-    """Also write benchmarks/results/DATE-router-DEVICE.json."""
+    """Also write benchmarks/results/DATE-router-DEVICE.json; --compile, --forward and --graph add
+    their names after `router`."""
 
     def run(self) -> int:
         from acmoe.lab.bench.router import RouterBenchConfig, bench_router
@@ -96,6 +105,7 @@ class Router:
             shapes=self.shapes,
             tokens=self.tokens,
             dtype=self.dtype,
+            forward=self.forward,
             graph=self.graph,
             compile=self.compile,
             repeat=self.repeat,
@@ -235,6 +245,7 @@ class Bench:
     def run(self) -> int:
         if not self.which:
             return self._measure()
+        self._check_only_shapes()
         import torch
 
         from acmoe.cli.bench.terminal import whole_word_table
@@ -254,6 +265,18 @@ class Bench:
             console = Console()
             console.print(whole_word_table(title, headings, rows, console.width))
         return 0
+
+    def _check_only_shapes(self) -> None:
+        """Raise a UserError if --which got an option that it does not read."""
+        from acmoe.errors import check
+
+        for option in fields(self.action):
+            value = getattr(self.action, option.name)
+            check(
+                option.name == "shapes" or value == option.default,
+                f"--which measures nothing, so that --{option.name} has no effect; leave one of "
+                "them out",
+            )
 
     def _measure(self) -> int:
         """Run the subcommand. With --save, check first that the report can be written."""

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from acmoe.lab.bench.results import Report
+from acmoe.lab.bench.results import Report, software
 from acmoe.lab.bench.table import cells, columns_of
 
 Row = Sequence[str]
@@ -20,8 +20,7 @@ def terminal_tables(report: Report, width: int) -> list[Table]:
     It is one table with lines between the columns, or, if that is too wide, without them. If that
     is too wide as well, each value of the first column, such as a shape, has a table of its own.
     """
-    where = report.environment
-    title = f"{report.kind}: {where['device']}, torch {where['torch']}, triton {where['triton']}"
+    title = f"{report.kind}: {report.environment['device']}, {software(report)}"
     headings, rows = [column.heading for column in columns_of(report)], cells(report)
     table = _fitting(title, headings, rows, width)
     if table is not None:

@@ -22,6 +22,8 @@ class Host:
     dtype: str = "auto"
     """Data type of weights and tokens: bf16, fp16 or fp32; auto takes bf16 on a GPU and fp32 on a
     CPU."""
+    forward: bool = False
+    """Time the calls without gradients alone."""
     repeat: int = 50
     """Number of rounds of ten calls, at least 2. Quartiles are those of the rounds' means."""
     device: str = "auto"
@@ -29,7 +31,7 @@ class Host:
     json: bool = False
     """Print the result as JSON."""
     save: bool = False
-    """Also write benchmarks/results/DATE-host-DEVICE.json."""
+    """Also write benchmarks/results/DATE-host-DEVICE.json; --forward adds its name after `host`."""
 
     def run(self) -> int:
         from acmoe.lab.bench.host import HostConfig, bench_host
@@ -38,6 +40,7 @@ class Host:
             shapes=self.shapes,
             tokens=self.tokens,
             dtype=self.dtype,
+            forward=self.forward,
             repeat=self.repeat,
             device=self.device,
         )

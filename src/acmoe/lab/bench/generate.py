@@ -19,7 +19,7 @@ from acmoe.fast import accelerate, restore
 from acmoe.fast.decoding import capture_unsupported
 from acmoe.lab.bench.added import added
 from acmoe.lab.bench.generate_models import build_ours, build_transformers, model_config
-from acmoe.lab.bench.layer import DTYPES
+from acmoe.lab.bench.options import DTYPES
 from acmoe.lab.bench.progress import Say, silent
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.steps import seconds_of, steps_in_turn

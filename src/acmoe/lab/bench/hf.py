@@ -22,7 +22,7 @@ from acmoe.lab.bench.clock import (
     warmed_memory,
 )
 from acmoe.lab.bench.hf_models import MODELS, build
-from acmoe.lab.bench.layer import DTYPES
+from acmoe.lab.bench.options import DTYPES
 from acmoe.lab.bench.progress import Say, silent, tell_times
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.runtime import pick_device

@@ -13,7 +13,7 @@ from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
 from acmoe.errors import check
 from acmoe.lab.bench.clock import Action, interleave, timing
 from acmoe.lab.bench.implementations.ours import new_moe
-from acmoe.lab.bench.layer import BOTH, FORWARD, WARM_UP, ShapesConfig
+from acmoe.lab.bench.options import BOTH, FORWARD, WARM_UP, ShapesConfig
 from acmoe.lab.bench.progress import Say, silent
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.shapes import Shape, find_shapes
@@ -38,6 +38,10 @@ class HostConfig(ShapesConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(not self.graph, "graph=True leaves the host nothing to do; leave it out")
+
+    @property
+    def kind(self) -> str:
+        return "host-forward" if self.forward else "host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +84,7 @@ def bench_host(config: HostConfig, *, command: str = "", say: Say = silent) -> R
         found = measure_shape(shape, config, device)
         say(f"{shape.name}: " + ", ".join(f"{r.mode} {r.part} {r.us:.0f} us" for r in found))
         rows += found
-    return new_report("host", device, command, config, [asdict(row) for row in rows])
+    return new_report(config.kind, device, command, config, [asdict(row) for row in rows])
 
 
 def measure_shape(shape: Shape, config: HostConfig, device: torch.device) -> list[HostRow]:
@@ -137,4 +141,6 @@ def actions_of(
         grads = [weight, torch.ones_like(after.aux_loss)]
         torch.autograd.grad([y, after.aux_loss], [learned, *parameters], grads)
 
+    if config.forward:
+        return {FORWARD: without_gradients}
     return {FORWARD: without_gradients, TRAINING: training, BOTH: both}

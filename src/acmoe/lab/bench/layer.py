@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.errors import check, check_choice, typed_line
+from acmoe.errors import check, typed_line
 from acmoe.lab.bench.clock import (
     Action,
     Timing,
@@ -31,37 +31,14 @@ from acmoe.lab.bench.implementations.weights import (
     draw_tokens,
     draw_weights,
 )
+from acmoe.lab.bench.options import BOTH, FORWARD, WARM_UP, ShapesConfig
 from acmoe.lab.bench.progress import Say, silent, tell_times
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.shapes import EVEN, Shape, find_shapes
 from acmoe.runtime import pick_device
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FORWARD, BOTH, CEILING = "forward", "forward+backward", "dense matmul"
-WARM_UP = 3
+CEILING = "dense matmul"
 _SLOW_TO_START = ("sonicmoe",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShapesConfig:
-    """Options of every benchmark of layers."""
-
-    shapes: tuple[str, ...] = ()  # empty: all published shapes, or on a CPU the tiny ones
-    tokens: tuple[int, ...] = ()  # numbers of tokens; empty: each shape's own
-    dtype: str = "auto"  # auto: bf16 on a GPU, fp32 on a CPU
-    graph: bool = False  # time replays of a CUDA graph, without launch overhead
-    repeat: int = 50
-    device: str = "auto"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_choice(self.dtype, ("auto", *DTYPES), "dtype")
-        check(self.repeat >= 2, f"repeat={self.repeat}; quartiles need at least 2 rounds")
-
-    def torch_dtype(self, device: torch.device) -> torch.dtype:
-        """Return the data type of weights and tokens on this device."""
-        auto = "bf16" if device.type == "cuda" else "fp32"
-        return DTYPES[auto if self.dtype == "auto" else self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +56,7 @@ class LayerConfig(ShapesConfig):
         """
         parts = ["layer"]
         parts += self.rivals if self.rivals == _SLOW_TO_START else ()
-        parts += ["skew"] * self.skew + ["graph"] * self.graph
+        parts += ["skew"] * self.skew + ["forward"] * self.forward + ["graph"] * self.graph
         return "-".join(parts)
 
 
@@ -99,7 +76,7 @@ class LayerRow:
     of_ceiling: float | None = None  # FLOP rate over that of the dense matmul in the same run
     memory_mib: float | None = None  # peak beyond weights and tokens
     forward_error: float | None = None
-    gradient_error: float | None = None
+    gradient_error: float | None = None  # of forward+backward alone
     busiest_load: float | None = None  # rows of the busiest expert over the number of tokens
 
 
@@ -108,7 +85,7 @@ class Trial(NamedTuple):
 
     shape: Shape
     weights: Weights
-    x: Tensor  # (T, D) requires a gradient
+    x: Tensor  # (T, D) requires a gradient, unless the forward pass alone is measured
     cotangent: Tensor  # (T, D) gradient of the output
     wanted: Reference
 
@@ -118,7 +95,7 @@ class Ready(NamedTuple):
 
     name: str
     actions: dict[str, Action]  # by part
-    errors: Errors
+    errors: dict[str, Errors]  # by part
     memory: dict[str, int | None]  # by part, in bytes
 
 
@@ -156,7 +133,7 @@ def measure_shape(
     rows: list[LayerRow] = []
     for implementation in implementations:
         say(f"{shape.name}: building and checking {implementation.name}")
-        found = prepare(implementation, trial, graph=config.graph)
+        found = prepare(implementation, trial, forward=config.forward, graph=config.graph)
         if isinstance(found, LayerRow):
             rows.append(found)
         else:
@@ -181,42 +158,55 @@ def draw_trial(shape: Shape, config: LayerConfig, device: torch.device) -> Trial
     generator = torch.Generator(device).manual_seed(config.seed)
     dtype = config.torch_dtype(device)
     weights = draw_weights(shape, generator=generator, dtype=dtype, skew=config.skew)
-    x_TD = draw_inputs(shape, weights, generator=generator, dtype=dtype).requires_grad_()
+    x_TD = draw_inputs(shape, weights, generator=generator, dtype=dtype)
     cotangent_TD = draw_tokens(shape, generator=generator, dtype=dtype)
-    wanted = reference(x_TD, cotangent_TD, weights, shape)
-    return Trial(shape, weights, x_TD, cotangent_TD, wanted)
+    wanted = reference(x_TD, cotangent_TD, weights, shape, forward=config.forward)
+    return Trial(shape, weights, x_TD.requires_grad_(not config.forward), cotangent_TD, wanted)
 
 
 def prepare(
-    implementation: Implementation, trial: Trial, *, graph: bool = False
+    implementation: Implementation, trial: Trial, *, forward: bool = False, graph: bool = False
 ) -> Ready | LayerRow:
     """Build, check and warm up an implementation, or return a row that says why this failed."""
+    last = FORWARD if forward else BOTH
     without_time = partial(
-        LayerRow, shape=trial.shape.name, contestant=implementation.name, part=BOTH
+        LayerRow, shape=trial.shape.name, contestant=implementation.name, part=last
     )
     reason = implementation.unsupported(trial.shape, trial.x)
     if reason is not None:
         return without_time(absent=reason)
     try:
         layer = implementation.build(trial.shape, trial.weights)
-        errors = check_layer(layer, trial)
-        errors.require(TOLERANCE[trial.x.dtype])
+        errors = check_layer(layer, trial, forward=forward)
         return warm_up(implementation.name, layer, trial, errors, graph=graph)
     except Exception as failure:  # the failure of one baseline must not end the run
         return without_time(refused=typed_line(failure))
 
 
-def check_layer(layer: Layer, trial: Trial) -> Errors:
-    y_TD = layer(trial.x)
-    (grad_TD,) = torch.autograd.grad(y_TD, trial.x, trial.cotangent)
-    return compare(y_TD, grad_TD, trial.wanted)
+def check_layer(layer: Layer, trial: Trial, *, forward: bool = False) -> dict[str, Errors]:
+    """Return the errors of each timed part; raise WrongResultError if one is too large.
+
+    A layer may run other kernels without gradients, so that both calls are checked.
+    """
+    found: dict[str, Errors] = {}
+    if not forward:
+        y_TD = layer(trial.x)
+        (grad_TD,) = torch.autograd.grad(y_TD, trial.x, trial.cotangent)
+        found[BOTH] = compare(y_TD, grad_TD, trial.wanted)
+    with torch.no_grad():
+        found[FORWARD] = compare(layer(trial.x.detach()), None, trial.wanted)
+    for errors in found.values():
+        errors.require(TOLERANCE[trial.x.dtype])
+    return found
 
 
-def warm_up(name: str, layer: Layer, trial: Trial, errors: Errors, *, graph: bool) -> Ready:
-    actions: dict[str, Action] = {
-        FORWARD: partial(_forward, layer, trial.x.detach()),
-        BOTH: partial(_both, layer, trial),
-    }
+def warm_up(
+    name: str, layer: Layer, trial: Trial, errors: dict[str, Errors], *, graph: bool
+) -> Ready:
+    """Return the actions of the checked parts, after some calls of each."""
+    actions: dict[str, Action] = {FORWARD: partial(_forward, layer, trial.x.detach())}
+    if BOTH in errors:
+        actions[BOTH] = partial(_both, layer, trial)
     memory: dict[str, int | None] = {}
     for part, action in actions.items():
         memory[part] = warmed_memory(action, trial.x.device, calls=WARM_UP)
@@ -285,7 +275,7 @@ def _row(
         tflops=rate / 1e9,
         of_ceiling=rate / ceiling,
         memory_mib=in_mib(memory),
-        forward_error=one.errors.forward,
-        gradient_error=one.errors.gradient,
+        forward_error=one.errors[part].forward,
+        gradient_error=one.errors[part].gradient,
         busiest_load=load,
     )

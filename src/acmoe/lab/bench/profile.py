@@ -10,16 +10,10 @@ from torch.profiler import ProfilerActivity, profile
 from acmoe.errors import check, check_choice
 from acmoe.lab.bench.clock import Action
 from acmoe.lab.bench.implementations.ours import build_moe
-from acmoe.lab.bench.layer import DTYPES
+from acmoe.lab.bench.options import DTYPES
 from acmoe.lab.bench.results import Report, new_report
-from acmoe.lab.bench.router import (
-    MODES,
-    RouterBenchConfig,
-    both_passes,
-    draw_trial,
-    forward_pass,
-    with_equal_choices,
-)
+from acmoe.lab.bench.router import RouterBenchConfig, both_passes, forward_pass
+from acmoe.lab.bench.router_trial import MODES, as_timed, draw_trial
 from acmoe.lab.bench.shapes import find_shapes
 from acmoe.lab.bench.train import VARIANTS, TrainBenchConfig, prepare
 from acmoe.runtime import pick_device
@@ -105,7 +99,7 @@ def _subjects(
     layers = RouterBenchConfig(dtype=config.dtype, device=config.device, seed=config.seed)
     with_layers = config.shapes or not config.models  # without either option: every shape
     for shape in find_shapes(config.shapes, device, config.tokens) if with_layers else ():
-        trial = with_equal_choices(draw_trial(shape, layers, device))
+        trial = as_timed(config.statistics, draw_trial(shape, layers, device))
         moe = build_moe(shape, trial.weights, MODES[config.statistics])
         passes, note = (forward_pass, ", forward") if config.forward else (both_passes, "")
         yield f"{shape.name}, {config.statistics}{note}", partial(passes, moe, trial)

@@ -44,17 +44,27 @@ class Report:
 
 
 def environment(device: torch.device) -> dict[str, str | None]:
-    """Describe the machine: device, versions and commit.
+    """Describe the machine: device, versions and commit, and on a CPU the number of threads.
 
     acmoe and triton are None if they are not installed. Baselines are listed only if installed.
     """
+    threads = {"threads": str(torch.get_num_threads())} if device.type == "cpu" else {}
     return {
         "device": device_name(device),
+        **threads,
         "python": platform.python_version(),
         **{package: _version(package) for package in ("acmoe", "torch", "triton")},
         **{package: found for package in _BASELINES if (found := _version(package)) is not None},
         "commit": code_commit(),
     }
+
+
+def software(report: Report) -> str:
+    """Describe in a line what ran: versions, and on a CPU the number of threads."""
+    where = report.environment
+    found = f"torch {where['torch']}, triton {where['triton']}"
+    threads = where.get("threads")
+    return found if threads is None else f"{found}, threads {threads}"
 
 
 def _version(package: str) -> str | None:

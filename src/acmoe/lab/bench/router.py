@@ -6,15 +6,12 @@ router chooses the plain router's experts, except with statistics of the current
 T tokens, D features, C clusters.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
 from acmoe.errors import check, typed_line
 from acmoe.experts.moe import MoE
 from acmoe.lab.bench.added import added
@@ -28,37 +25,25 @@ from acmoe.lab.bench.clock import (
     timings,
     warmed_memory,
 )
-from acmoe.lab.bench.implementations.check import TOLERANCE, compare, reference
 from acmoe.lab.bench.implementations.ours import build_moe
-from acmoe.lab.bench.implementations.weights import (
-    Weights,
-    draw_inputs,
-    draw_tokens,
-    draw_weights,
-)
-from acmoe.lab.bench.layer import BOTH, FORWARD, WARM_UP, ShapesConfig
+from acmoe.lab.bench.options import BOTH, FORWARD, WARM_UP, ShapesConfig
 from acmoe.lab.bench.progress import Say, silent, tell_times
 from acmoe.lab.bench.results import Report, new_report
+from acmoe.lab.bench.router_trial import (
+    INFERENCE,
+    MODES,
+    PLAIN,
+    AnyLayer,
+    Trial,
+    as_timed,
+    check_mode,
+    draw_trial,
+)
 from acmoe.lab.bench.shapes import Shape, find_shapes
-from acmoe.ops.sort import sort_rows
-from acmoe.ops.sort.order import no_order, worth_sorting
-from acmoe.ops.statistics.scale import cluster_scale
-from acmoe.routing.state import RoutingState
 from acmoe.routing.statistics.step import fold_statistics
 from acmoe.runtime import pick_device
 
-AnyLayer = Callable[..., tuple[Tensor, RoutingState]]
-
-PLAIN, ALONE, COPY = "plain", "plain routing alone", "copy"
-# Router configs by the name of the row. In training, `running` measures statistics as well, to
-# update its running averages.
-MODES: dict[str, RouterConfig] = {
-    PLAIN: SMoEConfig(),
-    "batch": AdaptiveConfig(statistics="batch"),
-    "running": AdaptiveConfig(statistics="running"),
-    "current": AdaptiveConfig(statistics="batch", statistics_of="current"),
-}
-INFERENCE = (PLAIN, "running")  # the others are not causal, so they cannot be used for decoding
+ALONE, COPY = "plain routing alone", "copy"
 _COPIED = 2**28  # size in bytes of the copy that measures the bandwidth
 
 
@@ -70,7 +55,13 @@ class RouterBenchConfig(ShapesConfig):
 
     @property
     def kind(self) -> str:
-        return "router" + ("-compile" if self.compile else "") + ("-graph" if self.graph else "")
+        parts = ["router"] + ["compile"] * self.compile
+        return "-".join(parts + ["forward"] * self.forward + ["graph"] * self.graph)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Return the statistics modes that are measured, the plain router first."""
+        return INFERENCE if self.forward else tuple(MODES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +82,6 @@ class RouterRow:
     floor_ms: float | None = None  # time of two reads of the tokens at the copy's bandwidth
     memory_mib: float | None = None
     added_memory_percent: float | None = None
-
-
-class Trial(NamedTuple):
-    """Weights, tokens, and the routing state that a previous layer would have passed on."""
-
-    shape: Shape
-    weights: Weights
-    x: Tensor  # (T, D)
-    cotangent: Tensor  # (T, D)
-    state: RoutingState
 
 
 class Measured(NamedTuple):
@@ -130,15 +111,16 @@ def measure_shape(
     trial = draw_trial(shape, config, device)
     ready: dict[tuple[str, str], Measured] = {}
     lost: list[RouterRow] = []
-    for mode in MODES:
+    part = FORWARD if config.forward else BOTH
+    for mode in config.modes:
         say(f"{shape.name}: building and checking {mode}")
         try:
             ready |= prepare(mode, trial, config)
         except Exception as failure:  # the failure of one mode must not end the run
             why = typed_line(failure)
-            lost.append(RouterRow(shape=shape.name, mode=mode, part=BOTH, refused=why))
-    alone = partial(_routing, build_moe(shape, trial.weights), trial)
-    ready[ALONE, BOTH] = warm_up(alone, config)
+            lost.append(RouterRow(shape=shape.name, mode=mode, part=part, refused=why))
+    alone = _routing_forward if config.forward else _routing
+    ready[ALONE, part] = warm_up(partial(alone, build_moe(shape, trial.weights), trial), config)
     actions = {f"{mode}/{part}": found.action for (mode, part), found in ready.items()}
     actions[COPY], moved = copy_bytes(device)
     say(f"{shape.name}: timing, {config.repeat} rounds")
@@ -152,70 +134,18 @@ def prepare(mode: str, trial: Trial, config: RouterBenchConfig) -> dict[tuple[st
     """Build, check and warm up the layer in this mode: to train, and in some modes to infer."""
     moe = build_moe(trial.shape, trial.weights, MODES[mode])
     layer: AnyLayer = torch.compile(moe, dynamic=False) if config.compile else moe
-    check_mode(layer, mode, trial)
+    check_mode(layer, mode, trial, forward=config.forward)
     fold_statistics(moe)  # initialise the running averages
-    trial = with_equal_choices(trial)
-    ready = {(mode, BOTH): warm_up(partial(both_passes, layer, trial), config)}
+    timed, ready = as_timed(mode, trial), {}
+    if not config.forward:
+        ready[mode, BOTH] = warm_up(partial(both_passes, layer, timed), config)
     if mode in INFERENCE:
         frozen = build_moe(trial.shape, trial.weights, MODES[mode]).eval()
         frozen.load_state_dict(moe.state_dict())
         layer = torch.compile(frozen, dynamic=False) if config.compile else frozen
-        ready[mode, FORWARD] = warm_up(partial(forward_pass, layer, trial), config)
+        check_mode(layer, mode, trial, forward=True)
+        ready[mode, FORWARD] = warm_up(partial(forward_pass, layer, timed), config)
     return ready
-
-
-def draw_trial(shape: Shape, config: RouterBenchConfig, device: torch.device) -> Trial:
-    generator = torch.Generator(device).manual_seed(config.seed)
-    dtype = config.torch_dtype(device)
-    weights = draw_weights(shape, generator=generator, dtype=dtype)
-    x_TD = draw_inputs(shape, weights, generator=generator, dtype=dtype).requires_grad_()
-    cotangent_TD = draw_tokens(shape, generator=generator, dtype=dtype)
-    C, size = shape.num_experts, (shape.tokens, 1)
-    assignment_TJ = torch.randint(C, size, generator=generator, device=device)
-    scale_CD = torch.rand(C, shape.dim, generator=generator, device=device) + 0.5
-    order = no_order(x_TD)
-    if worth_sorting(shape.tokens, C):
-        order = sort_rows(assignment_TJ, C, cluster=assignment_TJ[:, 0]).order
-    state = RoutingState(
-        assignment_TJ,
-        torch.ones(size, device=device),
-        scale_CD / scale_CD.mean(-1, keepdim=True),
-        torch.zeros((), device=device),
-        order,
-    )
-    return Trial(shape, weights, x_TD, cotangent_TD, state)
-
-
-def with_equal_choices(trial: Trial) -> Trial:
-    """Return the trial with one factor a cluster as scale: the plain router's experts are chosen.
-
-    A factor multiplies all affinities of a token, so that both layers have the same rows in the
-    same tiles, and the difference of their times is the router's. Other choices are other tiles,
-    for which the experts' kernels may take more or less time. The router with statistics of the
-    current layer measures a scale of its own, and chooses others.
-    """
-    scale_CD = trial.state.scale
-    factor_CD = scale_CD[:, :1].expand_as(scale_CD).contiguous()
-    return trial._replace(state=trial.state._replace(scale=factor_CD))
-
-
-def check_mode(layer: AnyLayer, mode: str, trial: Trial) -> None:
-    """Raise WrongResultError unless output and gradient are those of the reference."""
-    y_TD, _ = layer(trial.x, trial.state)
-    (grad_TD,) = torch.autograd.grad(y_TD, trial.x, trial.cotangent)
-    scale_TD = _scale_of(mode, trial)
-    wanted = reference(trial.x, trial.cotangent, trial.weights, trial.shape, scale_TD=scale_TD)
-    compare(y_TD, grad_TD, wanted).require(TOLERANCE[trial.x.dtype])
-
-
-def _scale_of(mode: str, trial: Trial) -> Tensor | None:
-    """Return the scale by which the router of this mode multiplies its tokens, (T, D)."""
-    if mode == PLAIN:
-        return None
-    own_T = trial.state.assignment[:, 0]
-    if mode == "current":
-        return cluster_scale(trial.x.detach().double(), own_T, trial.shape.num_experts)[own_T]
-    return trial.state.scale[own_T]
 
 
 def warm_up(action: Action, config: RouterBenchConfig) -> Measured:
@@ -237,6 +167,11 @@ def _routing(moe: MoE, trial: Trial) -> None:
     routing = moe.router(trial.x, trial.state)
     sources = [trial.x, trial.weights.embedding]
     torch.autograd.grad(routing.gate, sources, routing.gate.detach())
+
+
+@torch.no_grad()
+def _routing_forward(moe: MoE, trial: Trial) -> None:
+    moe.router(trial.x, trial.state)
 
 
 def copy_bytes(device: torch.device) -> tuple[Action, int]:

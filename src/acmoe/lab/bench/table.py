@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from acmoe.errors import UserError
-from acmoe.lab.bench.layer import BOTH
+from acmoe.lab.bench.options import BOTH
 from acmoe.lab.bench.page import replace_between
-from acmoe.lab.bench.results import Report, newest
+from acmoe.lab.bench.results import Report, newest, software
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
@@ -31,10 +31,9 @@ def _ms(row: dict[str, Any]) -> str:
 
 
 def _error(row: dict[str, Any]) -> str:
-    """Format the larger of the errors of output and gradient."""
-    if row["forward_error"] is None:
-        return ""
-    return f"{max(row['forward_error'], row['gradient_error']):.1e}"
+    """Format the larger of the errors of output and gradient; a forward pass has no gradient."""
+    errors = [row[name] for name in ("forward_error", "gradient_error") if row[name] is not None]
+    return f"{max(errors):.1e}" if errors else ""
 
 
 def _part(row: dict[str, Any]) -> str:
@@ -168,8 +167,7 @@ def markdown(report: Report) -> str:
         "",
         f"```\n{report.command}\n```",
         "",
-        f"{report.date}, torch {where['torch']}, triton {where['triton']}, commit "
-        f"{where['commit'] or 'not recorded'}",
+        f"{report.date}, {software(report)}, commit {where['commit'] or 'not recorded'}",
         "",
         _line(headings),
         _line(["---"] * len(headings)),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from acmoe.ops.bounded import bounded, surely_bounded
+from acmoe.ops.bounded import bounded, sums_are_bounded
 from acmoe.ops.checks import check_clusters, host_may_read
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 
@@ -36,10 +36,12 @@ class ScaledTokens(NamedTuple):
         x = self.x.to(accumulation_dtype(self.x.dtype))
         if self.scale is None or self.assignment is None:
             return bounded(x)
-        scale = rows_of(self.scale, self.assignment)
-        scale = scale if x.dim() == 2 else scale.view(x.shape)
-        if surely_bounded(x, self.scale):
-            return x * scale
+        scale_TD = rows_of(self.scale, self.assignment)
+        scale = scale_TD if x.dim() == 2 else scale_TD.view(x.shape)
+        if host_may_read(x) and host_may_read(self.scale):
+            few = scale_TD.shape[0] < self.scale.shape[0]  # fewer tokens than clusters
+            if sums_are_bounded(x, scale_TD if few else self.scale):
+                return x * scale
         return bounded(bounded(x) * scale)
 
     def rows(self) -> Tensor:

@@ -16,6 +16,7 @@ from acmoe.ops import device_support
 from acmoe.ops.dispatch import use_backend
 from acmoe.ops.experts.op import sonicmoe_lacks
 from acmoe.routing.adaptive import AdaptiveRouter
+from acmoe.routing.origin import new_origin, origin_codes
 from acmoe.routing.state import RoutingState
 
 
@@ -44,14 +45,21 @@ def build_moe(shape: Shape, weights: Weights, router: str | RouterConfig = "smoe
     return moe
 
 
+def plain_state(shape: Shape, device: torch.device) -> RoutingState:
+    """Return the state that a plain layer passes on, for layers that follow another.
+
+    The layer hands its tensors on. From a state made by hand, and in the first layer of a model, it
+    makes new ones: in float32 as many numbers as the router has weights.
+    """
+    state = RoutingState.identity(
+        num_tokens=shape.tokens, num_clusters=shape.num_experts, dim=shape.dim, device=device
+    )
+    return state._replace(origin=new_origin(origin_codes(None), state.assignment))
+
+
 def build_ours(shape: Shape, weights: Weights, backend: str) -> Callable[[Tensor], Tensor]:
     moe = build_moe(shape, weights)
-    state = RoutingState.identity(
-        num_tokens=shape.tokens,
-        num_clusters=shape.num_experts,
-        dim=shape.dim,
-        device=weights.up.device,
-    )
+    state = plain_state(shape, weights.up.device)
 
     def layer(x_TD: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
