@@ -26,6 +26,14 @@ def test_a_batch_of_padding_alone_is_refused_by_its_number() -> None:
     assert all(map(torch.equal, averages(model), averages(other)))
 
 
+def test_a_mask_of_four_dimensions_is_not_taken_for_padding() -> None:
+    """Its zeros are added to the scores of attention, so that every token is visible."""
+    model, tokens = acmoe.attach(build("mixtral")), ids()
+    mask = torch.zeros(len(tokens), 1, tokens.shape[1], tokens.shape[1])
+    with pytest.raises(UserError, match=r"from which padding cannot be read.*pass a 2-D mask"):
+        acmoe.calibrate(model, [{"input_ids": tokens, "attention_mask": mask}])
+
+
 def test_tokens_of_which_no_expert_gets_two_are_not_taken_for_a_calibration() -> None:
     one, two = (ids(1, length) for length in (1, 2))
     two[:, 1] = two[:, 0]  # the same token twice chooses the same expert

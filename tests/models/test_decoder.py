@@ -52,6 +52,13 @@ def test_targets_of_minus_100_are_not_scored_and_their_tokens_are_read(
     assert model(other, targets, token_mask=mask).loss != scored.loss
 
 
+def test_ids_of_32_bits_have_the_loss_of_64_if_the_output_layer_is_called() -> None:
+    model, tokens, targets = trained(), draw(0, 3, 7), draw(1, 3, 7)
+    targets[0] = -100
+    model.unembed.register_forward_hook(lambda *_: None)
+    assert torch.equal(model(tokens.int(), targets.int()).loss, model(tokens, targets).loss)
+
+
 def test_a_segment_without_scored_predictions_has_loss_0_and_no_gradient() -> None:
     model, tokens = trained(), draw(0, 2, 5)
     loss = model(tokens, torch.full_like(tokens, -100)).loss

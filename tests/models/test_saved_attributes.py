@@ -23,6 +23,10 @@ def set_dropout(model: LanguageModel) -> None:
     model.blocks[0].dropout.p = 0.5
 
 
+def set_module(model: LanguageModel) -> None:
+    model.blocks[0].dropout = torch.nn.Identity()
+
+
 def set_strength(model: LanguageModel) -> None:
     router = model.moe_layers()[1].router
     router.config = replace(router.config, strength=0.5)
@@ -39,6 +43,7 @@ def set_config(model: LanguageModel) -> None:
 CHANGES: dict[Callable[[LanguageModel], None], str] = {
     set_capacity: r"layer\.capacity_factor=1\.25, not None \(1 in all\)",
     set_dropout: r"blocks\.0\.dropout\.p=0\.5, not 0\.0 \(1 in all\)",
+    set_module: r"blocks\.0\.dropout=Identity, not Dropout \(1 in all\)",
     set_strength: r"router\.config\.strength=0\.5, not None \(1 in all\)",
     set_losses: r"router\.losses\.z=0\.1, not 0\.0 \(1 in all\)",
     set_config: r"blocks\.0\.attention\.dropout=0\.0, not 0\.3; .* in all",

@@ -93,8 +93,10 @@ def _in_step(batches: Iterable[Batch], groups: Sequence[str]) -> Iterator[Batch]
 def _check_not_padding(inputs: Mapping[str, Any], groups: Sequence[str], number: int) -> None:
     """Raise, on every process of a group, if none of them has a token in its batch."""
     mask = inputs.get("attention_mask")
+    # In a 4-D mask zeros may stand for tokens; the model says whether it takes one.
+    has_token = not isinstance(mask, Tensor) or mask.dim() != 2 or bool(mask.any())
     check(
-        _on_any(not isinstance(mask, Tensor) or bool(mask.any()), groups),
+        _on_any(has_token, groups),
         f"batches: number {number} is padding alone, its attention_mask is 0 everywhere; leave it "
         "out",
     )

@@ -1,4 +1,4 @@
-"""Find attributes that were set on a model's modules by hand, such as a dropout or a capacity.
+"""Find what was set on a model's modules by hand: an attribute, such as a capacity, or a module.
 
 A saved model is its tensors and its config, so that a loaded one has the attributes of its config.
 """
@@ -19,15 +19,22 @@ Value = bool | int | float | str | tuple | None  # type: ignore[type-arg]
 
 
 def set_by_hand(model: nn.Module, built: nn.Module) -> list[str]:
-    """Return "module.attribute=value, not value" for each that differs from the built model's."""
+    """Return "module.attribute=value, not value" for each that differs from the built model's.
+
+    A module of another class, such as nn.Identity for a dropout, is named by its class. Subclasses
+    are not: fully_shard makes one of every class.
+    """
     modules = dict(model.named_modules())
     found: list[str] = []
     for path, plain in built.named_modules():
-        if type(modules.get(path)) is type(plain):
-            prefix = f"{path}." if path else ""
-            for name, value in vars(plain).items():
-                if not name.startswith("_") and name not in LEFT_OUT:
-                    found += _difference(prefix + name, getattr(modules[path], name, value), value)
+        module = modules.get(path, plain)
+        if not isinstance(module, type(plain)):
+            found.append(f"{path}={type(module).__name__}, not {type(plain).__name__}")
+            continue
+        prefix = f"{path}." if path else ""
+        for name, value in vars(plain).items():
+            if not name.startswith("_") and name not in LEFT_OUT:
+                found += _difference(prefix + name, getattr(module, name, value), value)
     return found
 
 

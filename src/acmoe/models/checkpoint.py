@@ -37,8 +37,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write `model` into the folder `path`, replacing a model that may be there.
 
     Raises a UserError, and leaves the folder as it is, if `load` would refuse the model: adapters
-    and parametrizations are not in its config. Warns of attributes that were set by hand, which are
-    not in it either, such as `model.blocks[0].dropout.p = 0.5`.
+    and parametrizations are not in its config. Warns of attributes and modules that were set by
+    hand, which are not in it either, such as `model.blocks[0].dropout.p = 0.5`.
     """
     folder = _folder(path)
     tensors = flat_state(model.state_dict())
@@ -80,7 +80,7 @@ def write_config(model: nn.Module, folder: Path, weights: str, digest: str) -> N
 
 
 def _warn_of_attributes(model: nn.Module, built: nn.Module) -> None:
-    """Warn if a loaded model would lack attributes that were set by hand."""
+    """Warn if a loaded model would lack attributes or modules that were set by hand."""
     changes = set_by_hand(model, built)
     if changes:
         warnings.warn(

@@ -76,6 +76,16 @@ def test_the_loss_is_that_of_the_shifted_labels_plus_the_auxiliary_loss(pair, pr
     assert torch.equal(found.logits, plain)
 
 
+@pytest.mark.parametrize("masked", [True, False], ids=["attention_mask", "padding id"])
+def test_padding_between_the_tokens_of_a_text_is_refused(pair, prompts, masked):
+    mask = torch.ones_like(prompts)
+    mask[1, 4] = 0
+    given = {"attention_mask": mask} if masked else {}
+    ids = prompts if masked else prompts.masked_fill(mask == 0, 256)
+    with pytest.raises(UserError, match=r"attention_mask has padding between the tokens of row 1"):
+        pair[1](ids, **given)
+
+
 def test_the_loss_is_the_same_with_padding_on_either_side(pair, prompts):
     _, ours = pair
     losses = []

@@ -6,6 +6,7 @@ T tokens, D features, C clusters.
 import copy
 import gc
 import pickle
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from acmoe import AdaptiveConfig, MoE, build_router
 from acmoe.routing.state import Routing
+from acmoe.routing.statistics import registry
 
 # An optimizer moves the statistics of the layers it trains.
 
@@ -48,6 +50,17 @@ def test_each_optimizer_moves_its_own_model_from_the_first_step_on() -> None:
     assert_same(averages(generator), after)
     train(critic, of_critic, 2)
     assert_same(averages(generator), after)
+
+
+def test_the_collector_of_another_thread_does_not_wait_for_a_step() -> None:
+    """A wrapper may be freed in any thread, also in one that holds a lock the step waits for."""
+    before = registry.changes()
+    thread = threading.Thread(target=registry.look_again, daemon=True)
+    with registry.registry_lock:
+        thread.start()
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    assert registry.changes() != before
 
 
 def test_an_optimizer_is_found_behind_gc_freeze() -> None:

@@ -173,7 +173,7 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
         if mask_BL is not None:
             scored_BL = scored_BL & mask_BL
         check_range(targets_BL.masked_fill(~scored_BL, 0), 0, self.config.vocab_size, "labels")
-        loss = self.model.mean_loss(x_BLD, targets_BL, scored_BL)
+        loss = self.model.mean_loss(x_BLD, targets_BL, mask_BL)
         return add_aux_loss(loss, aux_loss, scored_BL.sum(), num_items)
 
     def _cache(

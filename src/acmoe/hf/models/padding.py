@@ -8,6 +8,7 @@ from torch import Tensor
 
 from acmoe.errors import check
 from acmoe.hf.models.checks import check_all
+from acmoe.ops.checks import check_one_run
 
 IGNORED = -100  # a label that is not scored
 
@@ -57,7 +58,13 @@ def token_mask(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int
     mask_BL = real_BL if mask_BL is None else mask_BL & real_BL
     if torch.compiler.is_compiling() or mask_BL.is_meta:
         return mask_BL
-    return None if bool(mask_BL.all()) else mask_BL
+    if bool(mask_BL.all()):
+        return None
+    # Distances between tokens would count a gap. On the CPU a check raises a UserError; the host
+    # has just waited for the device.
+    fix = "pad before the first token of a text or after its last"
+    check_one_run(mask_BL.cpu(), "attention_mask", fix)
+    return mask_BL
 
 
 def last_token(mask_BL: Tensor | None, input_ids: Tensor) -> Tensor:

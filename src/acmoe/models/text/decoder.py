@@ -143,6 +143,7 @@ class LanguageModel(nn.Module):
             targets_T = targets_T.masked_fill(~mask_T, IGNORED)
         logits_TV = self.unembed(x_TD)
         logits_TV = logits_TV.to(accumulation_dtype(logits_TV.dtype))
+        targets_T = targets_T.long()  # torch takes no int32 here
         total = F.cross_entropy(logits_TV, targets_T, reduction="sum", ignore_index=IGNORED)
         return total / (targets_T != IGNORED).sum().clamp(min=1)
 

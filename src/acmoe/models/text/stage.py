@@ -61,13 +61,14 @@ class DecoderStage(LanguageModel):
     ) -> tuple[tuple[Tensor, ...], Memory]:
         """Return the tensors for the next stage and the memory of these blocks.
 
-        The last stage returns (1,) mean nats per real token and (1,) the auxiliary loss of all
+        The last stage returns (1,) mean nats per scored token and (1,) the auxiliary loss of all
         stages instead.
 
         Args:
             received: the tensors of the stage before; the first stage has none.
             tokens: (B, L) ids.
-            targets: (B, L) ids of the next tokens; only the last stage reads them.
+            targets: (B, L) ids of the next tokens, -100 where a prediction is not scored; only the
+                last stage uses them.
             memory: of these blocks, from the previous segment; None begins new streams.
             token_mask: (B, L) True for real tokens.
         """

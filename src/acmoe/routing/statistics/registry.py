@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 registry_lock = threading.RLock()
 _statistics: "weakref.WeakSet[StepStatistics]" = weakref.WeakSet()
 _layers: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-_changes = 0  # calls of `look_again` since the process began
+_numbers = itertools.count(1)
+_changes = 0  # the number of the last call of `look_again`
 
 
 class Layer(nn.Module):
@@ -50,10 +51,13 @@ def _add(registry: "weakref.WeakSet[Any]", module: nn.Module) -> None:
 
 
 def look_again() -> None:
-    """Have the next step of every optimizer look up its statistics and their groups again."""
+    """Have the next step of every optimizer look up its statistics and their groups again.
+
+    The garbage collector calls it, in whatever thread it runs, when a wrapper is gone. So it waits
+    for no lock: that thread may hold another one for which the owner of `registry_lock` waits.
+    """
     global _changes
-    with registry_lock:
-        _changes += 1
+    _changes = next(_numbers)
 
 
 def changes() -> int:
