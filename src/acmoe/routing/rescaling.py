@@ -7,7 +7,6 @@ each layer then is a first one, and routes as its base router; `count_state` war
 import logging
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig
@@ -66,8 +65,6 @@ def count_state(router: Router, state: RoutingState | None) -> None:
         _count(state is not None)
 
 
-# torch.compile counts once, while it traces, and leaves the call out of the graph.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _count(passed: bool) -> None:
     if _Calls.passed:
         return
@@ -81,3 +78,8 @@ def _count(passed: bool) -> None:
             "layer before it, and needs no adaptive router)",
             logging.WARNING,
         )
+
+
+# torch.compile then counts once, while it traces, and leaves the call out of the graph. This is
+# torch.compiler.assume_constant_result without its import of Dynamo, which takes a second.
+_count._dynamo_marked_constant = True  # type: ignore[attr-defined]
