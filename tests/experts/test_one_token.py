@@ -14,7 +14,7 @@ from torch import Tensor
 
 from acmoe import MoE
 from acmoe.ops.dispatch import record_choices, use_backend
-from acmoe.ops.experts import ExpertWeights, expert_mlp
+from acmoe.ops.experts import ExpertWeights, cpu, expert_mlp
 from acmoe.ops.sort import Rows, sort_rows
 
 Call = tuple[Tensor, ExpertWeights, Rows, Tensor]
@@ -128,11 +128,42 @@ def test_several_tokens_get_the_bits_of_the_definition(
     args = (*case[:2], sort_rows(ids_TK, experts), case[3])
     options: dict[str, Any] = {"activation": activation, "complete": True}
     assert kernel_of(*args, **options) == "cpu"
-    found = expert_mlp(*args, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "MOST_ROWS", 0)  # a loop over experts, as in the definition
+        found = expert_mlp(*args, **options)
     assert torch.equal(found, expert_mlp.definition(*args, **options))
     named = {name: one.double() for name, one in case[1]._asdict().items() if one is not None}
     gates = [list(row) for row in case[3].double()]
     wanted = layer(case[0].double(), ids_TK.tolist(), gates, named, activation)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [2, 3, 16, 80])
+@pytest.mark.skipif(not cpu._has_grouped(), reason="torch has no grouped GEMM for CPUs")
+def test_few_rows_of_small_experts_are_multiplied_in_one_call(
+    tokens: int, bias: bool, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"dim": 20, "hidden": 24, "experts": 6, "top_k": 2, "tokens": tokens}
+    x, weights, _, gate = call(**sizes, activation=activation, bias=bias, dtype=torch.float32)
+    # Expert 5 has no rows.
+    ids_TK = torch.randn(tokens, 5, generator=torch.Generator().manual_seed(0)).topk(2).indices
+    rows = sort_rows(ids_TK, 6)
+    calls = []
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        calls.append(args)
+        return grouped_mm(*args, **options)
+
+    grouped_mm = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
+    monkeypatch.setattr(cpu, "chooses_onednn", lambda x: False)
+    found = expert_mlp(x, weights, rows, gate, activation=activation, complete=True)
+    assert len(calls) == 2
+    named = {name: one.double() for name, one in weights._asdict().items() if one is not None}
+    gates = [list(row) for row in gate.double()]
+    wanted = layer(x.double(), ids_TK.tolist(), gates, named, activation)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-3)
 
 
