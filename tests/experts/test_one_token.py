@@ -1,4 +1,4 @@
-"""The experts of a single token on a CPU, against loops in float64 and against the definition.
+"""The experts on a CPU without gradients, against loops in float64 and against the definition.
 
 D features, F hidden units, E experts, K experts of the token.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from acmoe import MoE
 from acmoe.ops.dispatch import record_choices, use_backend
-from acmoe.ops.experts import ExpertWeights, expert_mlp
+from acmoe.ops.experts import ExpertWeights, cpu, expert_mlp
 from acmoe.ops.sort import Rows, sort_rows
 
 Call = tuple[Tensor, ExpertWeights, Rows, Tensor]
@@ -98,6 +98,75 @@ def test_it_rounds_as_the_definition_does_up_to_a_few_sums(
     torch.testing.assert_close(expert_mlp(*case, **options), wanted, rtol=1e-5, atol=1e-4)
 
 
+@given(
+    tokens=st.integers(2, 40),
+    dim=st.integers(1, 40),
+    hidden=st.integers(1, 33),
+    experts=st.integers(1, 9),
+    top_k=st.integers(1, 9),
+    activation=st.sampled_from(["relu", "gelu", "swiglu"]),
+    bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 99),
+)
+def test_several_tokens_get_the_bits_of_the_definition(
+    tokens: int,
+    dim: int,
+    hidden: int,
+    experts: int,
+    top_k: int,
+    activation: str,
+    bias: bool,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    sizes = {"dim": dim, "hidden": hidden, "experts": experts, "top_k": min(top_k, experts)}
+    case = call(**sizes, tokens=tokens, activation=activation, bias=bias, dtype=dtype, seed=seed)
+    # Each token chooses experts of its own: some have many rows, some one or none.
+    affinity_TE = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    ids_TK = affinity_TE.topk(sizes["top_k"]).indices
+    args = (*case[:2], sort_rows(ids_TK, experts), case[3])
+    options: dict[str, Any] = {"activation": activation, "complete": True}
+    assert kernel_of(*args, **options) == "cpu"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "MOST_ROWS", 0)  # a loop over experts, as in the definition
+        found = expert_mlp(*args, **options)
+    assert torch.equal(found, expert_mlp.definition(*args, **options))
+    named = {name: one.double() for name, one in case[1]._asdict().items() if one is not None}
+    gates = [list(row) for row in case[3].double()]
+    wanted = layer(case[0].double(), ids_TK.tolist(), gates, named, activation)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [2, 3, 16, 80])
+@pytest.mark.skipif(not cpu._has_grouped(), reason="torch has no grouped GEMM for CPUs")
+def test_few_rows_of_small_experts_are_multiplied_in_one_call(
+    tokens: int, bias: bool, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"dim": 20, "hidden": 24, "experts": 6, "top_k": 2, "tokens": tokens}
+    x, weights, _, gate = call(**sizes, activation=activation, bias=bias, dtype=torch.float32)
+    # Expert 5 has no rows.
+    ids_TK = torch.randn(tokens, 5, generator=torch.Generator().manual_seed(0)).topk(2).indices
+    rows = sort_rows(ids_TK, 6)
+    calls = []
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        calls.append(args)
+        return grouped_mm(*args, **options)
+
+    grouped_mm = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
+    monkeypatch.setattr(cpu, "chooses_onednn", lambda x: False)
+    found = expert_mlp(x, weights, rows, gate, activation=activation, complete=True)
+    assert len(calls) == 2
+    named = {name: one.double() for name, one in weights._asdict().items() if one is not None}
+    gates = [list(row) for row in gate.double()]
+    wanted = layer(x.double(), ids_TK.tolist(), gates, named, activation)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-3)
+
+
 def test_weights_may_be_transposed_views() -> None:
     x, weights, rows, gate = call(dim=6, hidden=4)
     viewed = weights._replace(
@@ -124,11 +193,11 @@ class Traced(Tensor):
 
 def test_other_calls_run_the_definition() -> None:
     x, weights, rows, gate = call()
-    two = call(tokens=2)
+    none = (x[:0], weights, sort_rows(torch.empty(0, 2, dtype=torch.int64), 4), gate[:0])
     narrow = call(dtype=torch.bfloat16)
     learned = weights._replace(up=weights.up.clone().requires_grad_())
     single = weights._replace(up=weights.up.float())
-    for other in (two, narrow, (x, learned, rows, gate), (x.as_subclass(Traced), *call()[1:])):
+    for other in (none, narrow, (x, learned, rows, gate), (x.as_subclass(Traced), *call()[1:])):
         assert kernel_of(*other, **SWIGLU) == "torch"
     # A token of float64 is multiplied by weights that the definition casts.
     assert kernel_of(x, single, rows, gate, **SWIGLU) == "torch"

@@ -24,13 +24,26 @@ def by_expert(
     x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor, bias_EO: Tensor | None = None
 ) -> Tensor:
     """Return (N, O): each row times the weight of its expert, plus its expert's bias."""
-    sizes = rows_per_expert(offsets_E, x_NI.shape[0])
+    return by_sizes(x_NI, weight_EOI, rows_per_expert(offsets_E, x_NI.shape[0]), bias_EO)
+
+
+def by_sizes(
+    x_NI: Tensor,
+    weight_EOI: Tensor,
+    sizes: list[int],
+    bias_EO: Tensor | None,
+    expert_N: Tensor | None = None,
+) -> Tensor:
+    """Compute `by_expert` from `rows_per_expert`.
+
+    expert_N: the expert of each row, if the caller has it and every row has one.
+    """
     vectors = as_vectors(x_NI, weight_EOI, max(sizes[:-1], default=0))
     weight_EOI = weight_EOI if vectors else laid_out(weight_EOI, x_NI.shape[0])
     # Asked once for all experts: for each of 8 it would take some 5 us.
     by_blas = any_layout(x_NI, weight_EOI)
     if bias_EO is not None and by_blas and not vectors and x_NI.device.type == "cpu":
-        return _added_to_bias(x_NI, weight_EOI, sizes, bias_EO)
+        return _added_to_bias(x_NI, weight_EOI, sizes, bias_EO, expert_N)
     out_NO = x_NI.new_empty(x_NI.shape[0], weight_EOI.shape[1])
     if vectors:
         _vectors_by_expert(x_NI, weight_EOI, sizes, out_NO, bias_EO)
@@ -70,15 +83,19 @@ def _calls(
     return calls
 
 
-def _added_to_bias(x_NI: Tensor, weight_EOI: Tensor, sizes: list[int], bias_EO: Tensor) -> Tensor:
+def _added_to_bias(
+    x_NI: Tensor, weight_EOI: Tensor, sizes: list[int], bias_EO: Tensor, expert_N: Tensor | None
+) -> Tensor:
     """Compute `by_expert` on a CPU: products that BLAS adds to rows which hold the bias.
 
     At nano this takes a fifth less than products and then an addition for each expert.
     """
-    expert_N = np.arange(len(sizes)).repeat(sizes)
-    if sizes[-1]:
-        expert_N[-sizes[-1] :] = 0  # rows of no expert: any bias, overwritten below
-    out_NO = bias_EO.detach().index_select(0, torch.from_numpy(expert_N))
+    if expert_N is None:
+        repeated = np.arange(len(sizes)).repeat(sizes)
+        if sizes[-1]:
+            repeated[-sizes[-1] :] = 0  # rows of no expert: any bias, overwritten below
+        expert_N = torch.from_numpy(repeated)
+    out_NO = bias_EO.detach().index_select(0, expert_N)
     inputs, outputs = x_NI.split_with_sizes(sizes), out_NO.split_with_sizes(sizes)
     weights = weight_EOI.mT.unbind()
     for x_rI, weight_IO, out_rO, rows in zip(inputs, weights, outputs, sizes, strict=False):

@@ -12,32 +12,8 @@ K experts of the token, D features, F hidden units, W = F (or 2F for swiglu).
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import eager
 from acmoe.ops.experts.reference import ExpertWeights, activated, expert_mlp
-from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.reference import Rows
-
-
-def unsupported(
-    x: Tensor, weights: ExpertWeights, gate: Tensor, dropout: float, complete: bool
-) -> str | None:
-    """Return the reason why the kernel cannot serve this call, or None."""
-    if x.device.type != "cpu":
-        return "it is for CPUs"
-    if x.shape[0] != 1 or not complete:
-        return "it serves a single token whose rows all have an expert"
-    if not eager(x, *weights, gate):
-        return "it is traced"
-    if x.dtype not in (torch.float32, torch.float64):
-        return "it takes float32 and float64"
-    for one in (*weights, gate):
-        if one is not None and one.dtype != x.dtype:
-            return "it takes tokens, weights and gates of one dtype"
-    if torch.is_autocast_enabled("cpu"):
-        return "under autocast its products would be narrow"
-    if dropout > 0 or records_gradient(x, *weights, gate):
-        return "it has no gradient and no dropout"
-    return None
 
 
 def expert_mlp_of_one_token(
@@ -51,21 +27,24 @@ def expert_mlp_of_one_token(
     complete: bool = False,
 ) -> Tensor:
     """Compute `expert_mlp` of one token, (1, D)."""
-    gates = gate[0].tolist()
+    (gates,) = gate.tolist()
     if 0.0 in gates:  # BLAS skips a product times 0, and 0 * inf is NaN
         return expert_mlp.definition(x, weights, rows, gate, activation=activation)
-    expert, place = rows.expert.tolist(), rows.inverse.tolist()
-    ids = [expert[at] for at in place]
+    ids_K = rows.expert.index_select(0, rows.inverse)
+    ids = ids_K.tolist()
     # Made before the first product, while the code that makes them is in the caches.
     ups, downs = [weights.up[one] for one in ids], [weights.down[one] for one in ids]
     x_D, h_KW = x[0], x.new_empty(len(ids), weights.up.shape[1])
     for h_W, up_WD in list(zip(h_KW.unbind(), ups, strict=True)):
         h_W.addmv_(up_WD, x_D, beta=0)
     if weights.up_bias is not None:
-        h_KW += weights.up_bias[ids]
+        h_KW += weights.up_bias.index_select(0, ids_K)
     h_KF = activated(h_KW, activation)
-    y_1D = torch.empty_like(x) if weights.down_bias is None else gate @ weights.down_bias[ids]
-    y_D, kept = y_1D[0], 0 if weights.down_bias is None else 1
+    if weights.down_bias is None:
+        y_1D, kept = torch.empty_like(x), 0
+    else:
+        y_1D, kept = gate @ weights.down_bias.index_select(0, ids_K), 1
+    y_D = y_1D[0]
     for h_F, down_DF, factor in list(zip(h_KF.unbind(), downs, gates, strict=True)):
         y_D.addmv_(down_DF, h_F, beta=kept, alpha=factor)
         kept = 1

@@ -1,7 +1,7 @@
 """Register the faster kernels of the op `expert_mlp`.
 
 triton       gather, GEMMs, activation, gate and combine as fused kernels (autograd.py)
-cpu          a single token: one product of a matrix and a vector after the other (one_token.py)
+cpu          without gradients: the definition in fewer calls (cpu.py, one_token.py)
 grouped_mm   the definition, with torch's grouped GEMM
 sonicmoe     the SonicMoE package, if it is installed and requested by name
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from acmoe.ops.device_support import installed, triton_unsupported
-from acmoe.ops.experts import one_token
+from acmoe.ops.experts import cpu
 from acmoe.ops.experts.autograd import fused_expert_mlp
 from acmoe.ops.experts.grouped_mm import grouped_mm, grouped_mm_unsupported
 from acmoe.ops.experts.padding import pad_experts, worth_padding
@@ -50,7 +50,7 @@ def _expert_mlp_triton(
     return out if out.shape[1] == dim else out[:, :dim].contiguous()
 
 
-expert_mlp.register("cpu", unsupported=one_token.unsupported)(one_token.expert_mlp_of_one_token)
+expert_mlp.register("cpu", unsupported=cpu.unsupported)(cpu.expert_mlp_without_gradient)
 
 
 def _grouped_unsupported(x: Tensor, weights: ExpertWeights, gate: Tensor) -> str | None:

@@ -16,6 +16,7 @@ from acmoe.ops.sort.reference import Rows, sort_rows
 from acmoe.ops.taped import taped
 
 _MOST_EXPERTS = 2**15  # ids up to this number fit int16
+_FEW_ROWS = 64  # rows up to which 64-bit ids are sorted as fast as 16-bit ones
 
 
 def unsupported(expert_ids: Tensor) -> str | None:
@@ -65,7 +66,8 @@ def _sort_rows_cpu(
 ) -> Rows:
     """Sort by numpy: it sorts 16-bit integers by radix, and its calls take less than torch's."""
     ids_N = expert_ids.numpy().reshape(-1)
-    permutation_N = ids_N.astype(np.int16).argsort(kind="stable")
+    few = len(ids_N) <= _FEW_ROWS  # a copy takes longer than to sort them
+    permutation_N = (ids_N if few else ids_N.astype(np.int16)).argsort(kind="stable")
     expert_N = ids_N.take(permutation_N)
     inverse_N = np.empty_like(permutation_N)
     inverse_N[permutation_N] = np.arange(len(ids_N))
@@ -75,7 +77,7 @@ def _sort_rows_cpu(
         torch.from_numpy(inverse_N),
         torch.from_numpy(offsets_E),
         torch.from_numpy(expert_N),
-        no_order(expert_ids),
+        shared_empty((0,), torch.int32, expert_ids.device),
     )
 
 
