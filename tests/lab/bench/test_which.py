@@ -11,8 +11,9 @@ from acmoe.ops.experts.settings import tables
 
 CPU = torch.device("cpu")
 OLMOE = SHAPES["olmoe"]
-# What a CPU runs in float32: the definitions, but for the statistics of clusters and the sort.
-ON_CPU = ("measure_dispersion", "measure_scale", "add_batch", "sort_rows")
+# What a CPU runs in float32: the definitions, but for the statistics of clusters, the sort, and the
+# experts without gradients.
+ON_CPU = ("measure_dispersion", "measure_scale", "add_batch", "sort_rows", "expert_mlp")
 RUNNERS = {"language model's blocks": "fast path", "Swin's window attention": "plain path"}
 
 
