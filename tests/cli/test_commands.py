@@ -11,16 +11,9 @@ import pytest
 
 from acmoe.cli import main
 from acmoe.recipes import recipes
+from command_call import call
 
 ROOT = Path(__file__).parents[2]
-
-
-def call(capsys, *arguments):
-    """Exit code, standard output and standard error of `acmoe ARGUMENTS`."""
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    printed = capsys.readouterr()
-    return stop.value.code, printed.out, printed.err
 
 
 def test_no_arguments_show_the_help(capsys):

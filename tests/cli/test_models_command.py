@@ -5,17 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from acmoe.cli import main
+from command_call import call
 
 ROOT = Path(__file__).parents[2]
-
-
-def call(capsys, *arguments):
-    """Exit code, standard output and standard error of `acmoe ARGUMENTS`."""
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    printed = capsys.readouterr()
-    return stop.value.code, printed.out, printed.err
 
 
 def test_models_lists_every_size_as_json(capsys):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from acmoe.cli import main
 from acmoe.config.images.data import ImageDataConfig
+from command_call import call
 from tiny_vision_runs import tiny_vision_run, trained_images
 
 WNIDS = ("n01440764", "n02102040", "n03000684", "n03028079")
@@ -37,13 +37,6 @@ def tree(tmp_path_factory) -> Path:
     config = replace(base, data=data, eval_images=24, model=replace(base.model, num_classes=4))
     trained_images(config, root / "run")
     return root
-
-
-def call(capsys, *arguments):
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    printed = capsys.readouterr()
-    return stop.value.code, printed.out, printed.err
 
 
 def test_accuracy_is_over_the_classes_of_the_shifted_set(capsys, tree):

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from started import METHOD, fork_server
 
-from acmoe.cli import main
 from acmoe.lab.study import pool
 from acmoe.lab.study.registry import STUDIES
 from acmoe.lab.study.results.page import markers
+from command_call import call
 from slow_cases import mostly_slow
 from study_cases import SMALL, data_folder
 
@@ -20,14 +20,6 @@ MODEL = (
     *("model.dim=16", "model.hidden=16", "model.heads=2", "model.repeats=3"),
     *("model.span=24", "model.block=16", "model.num_experts=4"),
 )
-
-
-def call(capsys, *arguments):
-    """Exit code, standard output and standard error of `acmoe study ARGUMENTS`."""
-    with pytest.raises(SystemExit) as stop:
-        main(["study", *arguments])
-    printed = capsys.readouterr()
-    return stop.value.code, printed.out, printed.err
 
 
 @mostly_slow("method", [METHOD, "spawn"])
@@ -42,7 +34,7 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(method, capsys, mon
     which = ("--only", "smoe", "adaptive-previous", "--settings", "pre-norm, balance 0.01")
     command = ("bytes", *MODEL, *SMALL, *sizes, *where, *which)
 
-    code, out, err = call(capsys, *command)
+    code, out, err = call(capsys, "study", *command)
     assert code == 0, err
     assert "0 cells had a record, 2 done, 0 failed, 0 not started" in out
     lines = [
@@ -56,15 +48,17 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(method, capsys, mon
         assert line["metrics"]["enwik8"] > 1
         assert str(tmp_path) not in json.dumps(line)
 
-    code, out, _ = call(capsys, *command)
+    code, out, _ = call(capsys, "study", *command)
     assert code == 0
     assert "2 cells had a record, 0 done" in out
 
     Path("other.md").write_text("mine\n")
     other = ("--page", "other.md", "--pictures", "none")
-    assert call(capsys, "bytes", "--summarise", *other)[0] == 2
+    assert call(capsys, "study", "bytes", "--summarise", *other)[0] == 2
     assert not Path("none").exists()
-    code, out, _ = call(capsys, "bytes", "--summarise", "--page", "page.md", "--pictures", "out")
+    code, out, _ = call(
+        capsys, "study", "bytes", "--summarise", "--page", "page.md", "--pictures", "out"
+    )
     assert code == 0
     page = Path("page.md").read_text()
     assert page.startswith("# The study `bytes`\n")  # a page that was not there is begun
@@ -129,7 +123,7 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(method, capsys, mon
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, arguments, says):
     monkeypatch.chdir(tmp_path)
-    code, out, err = call(capsys, *arguments)
+    code, out, err = call(capsys, "study", *arguments)
     assert code == 2
     assert out == ""
     assert err.count("\n") == 1
@@ -157,7 +151,7 @@ def test_options_are_checked_before_data_are_prepared(
     monkeypatch.setattr(
         "acmoe.lab.study.materials.prepare", lambda *_, **__: pytest.fail("data were prepared")
     )
-    code, out, err = call(capsys, "nano", *arguments)
+    code, out, err = call(capsys, "study", "nano", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert says in err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -170,7 +164,7 @@ def test_every_missing_data_set_is_named_before_the_first_is_prepared(
     monkeypatch.chdir(tmp_path)
     data_folder(tmp_path / "data")
     (tmp_path / "data" / missing).rename(tmp_path / "elsewhere")
-    code, _, err = call(capsys, "bytes", "--data", "data")
+    code, _, err = call(capsys, "study", "bytes", "--data", "data")
     assert code == 2 and f"{missing} is missing" in err
     assert not (tmp_path / "runs").exists()
 
@@ -192,7 +186,7 @@ def test_an_interrupted_study_says_what_is_done_and_how_to_continue(capsys, monk
         "--settings",
         "layers 1, contrast 32.0",
     )
-    code, _, err = call(capsys, *command, "--out", "r.jsonl", "--device", "cpu")
+    code, _, err = call(capsys, "study", *command, "--out", "r.jsonl", "--device", "cpu")
     assert code == 130
     assert err.splitlines()[-1] == (
         "acmoe: interrupted; 1 of 2 cells are done, in r.jsonl; give the same command again to "
@@ -201,7 +195,7 @@ def test_an_interrupted_study_says_what_is_done_and_how_to_continue(capsys, monk
 
 
 def test_every_study_is_listed_and_has_a_page(capsys):
-    code, out, _ = call(capsys, "--list")
+    code, out, _ = call(capsys, "study", "--list")
     assert code == 0
     index = (ROOT / "studies" / "results.md").read_text()
     for name in STUDIES:
@@ -215,7 +209,7 @@ def test_every_study_is_listed_and_has_a_page(capsys):
 def test_a_missing_ray_is_named_before_any_data_is_prepared(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)  # the import raises
-    code, _, err = call(capsys, "synthetic", "--engine", "ray")
+    code, _, err = call(capsys, "study", "synthetic", "--engine", "ray")
     assert code == 2
     assert "pip install 'acmoe[ray]'" in err
     assert list(tmp_path.iterdir()) == []

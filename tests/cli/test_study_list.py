@@ -6,26 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from acmoe.cli import main
 from acmoe.lab.study.evidence.claims import CLAIMS
 from acmoe.lab.study.registry import STUDIES, study_of
+from command_call import call
 from study_cases import data_folder
 
 ROOT = Path(__file__).parents[2]
 
 
-def call(capsys, *arguments):
-    """Exit code, standard output and standard error of `acmoe study ARGUMENTS`."""
-    with pytest.raises(SystemExit) as stop:
-        main(["study", *arguments])
-    printed = capsys.readouterr()
-    return stop.value.code, printed.out, printed.err
-
-
 def test_the_cells_of_a_study_can_be_listed_without_running_them(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     arguments = ("synthetic", "--list", "--seeds", "0", "1", "--only", "smoe")
-    code, out, _ = call(capsys, *arguments)
+    code, out, _ = call(capsys, "study", *arguments)
     assert code == 0
     *cells, total = out.splitlines()
     left = f"{len(cells)} cells: 0 done, 0 failed, {len(cells)} left"
@@ -37,12 +29,12 @@ def test_the_cells_of_a_study_can_be_listed_without_running_them(capsys, monkeyp
 def test_the_list_says_how_each_cell_ended_last(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     setting = ("--settings", "layers 1", "--only", "smoe", "--seeds", "0", "1", "2")
-    _, out, _ = call(capsys, "synthetic", "--list", *setting)
+    _, out, _ = call(capsys, "study", "synthetic", "--list", *setting)
     first, second, _ = (line.split()[0] for line in out.splitlines()[:3])
     ends = [(first, "failed"), (second, "failed"), (first, "done")]  # the first was run again
     lines = [json.dumps({"digest": digest, "status": status}) for digest, status in ends]
     Path("some.jsonl").write_text("\n".join(lines) + "\n")
-    code, out, _ = call(capsys, "synthetic", "--list", "--out", "some.jsonl", *setting)
+    code, out, _ = call(capsys, "study", "synthetic", "--list", "--out", "some.jsonl", *setting)
     assert code == 0
     *cells, total = out.splitlines()
     assert [line.split()[1] for line in cells] == ["done", "failed", "left"]
@@ -60,7 +52,7 @@ def test_every_study_is_listed_where_no_data_are_and_nothing_is_written(
     capsys, monkeypatch, tmp_path, name
 ):
     monkeypatch.chdir(tmp_path)
-    code, out, err = call(capsys, name, "--list")
+    code, out, err = call(capsys, "study", name, "--list")
     assert (code, err) == (0, "")
     cells, total = cells_of(out)
     assert total.startswith(f"{len(cells)} cells: 0 done, 0 failed, {len(cells)} left")
@@ -83,7 +75,7 @@ def test_without_data_a_record_of_any_data_is_that_of_its_cell(
     capsys, monkeypatch, arguments, total
 ):
     monkeypatch.chdir(ROOT)
-    code, out, _ = call(capsys, *arguments, "--list")
+    code, out, _ = call(capsys, "study", *arguments, "--list")
     cells, last = cells_of(out)
     assert code == 0 and last.startswith(total)
     lines = (ROOT / f"studies/records/{arguments[0]}.jsonl").read_text().splitlines()
@@ -99,7 +91,7 @@ def test_without_data_a_record_of_any_data_is_that_of_its_cell(
 def test_another_option_or_seed_is_another_cell(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     for changed in (("lr=0.5",), ("--steps", "7"), ("--seeds", "99"), ("--tokens", "64")):
-        _, out, _ = call(capsys, "nano", "--list", *changed, "--settings", "switch-nano")
+        _, out, _ = call(capsys, "study", "nano", "--list", *changed, "--settings", "switch-nano")
         assert ": 0 done, 0 failed" in cells_of(out)[1], changed
 
 
@@ -108,7 +100,7 @@ def test_with_data_only_records_of_the_same_data_count(capsys, monkeypatch, tmp_
     data_folder(tmp_path / "data")
     command = ("bytes", "--list", "--seeds", "0", "--megabytes", "0.01", "--only", "smoe")
     given = ("--data", "data", "--settings", "pre-norm, balance 0.01")
-    code, out, _ = call(capsys, *command, *given)
+    code, out, _ = call(capsys, "study", *command, *given)
     ((digest, end, _),), total = cells_of(out)
     assert (code, end) == (0, "left")
     assert total == "1 cells: 0 done, 0 failed, 1 left (studies/records/bytes.jsonl)"
@@ -124,11 +116,11 @@ def test_with_data_only_records_of_the_same_data_count(capsys, monkeypatch, tmp_
     )
     settings = ("--settings", "pre-norm, balance 0.01", "--out", "other.jsonl")
     where = ("bytes", *options, "--list", "--seeds", "0", "--only", "smoe", *settings)
-    _, out, _ = call(capsys, *where, "--megabytes", "40")
+    _, out, _ = call(capsys, "study", *where, "--megabytes", "40")
     assert cells_of(out)[1] == (
         "1 cells: 1 done, 0 failed, 0 left (other.jsonl; data not compared)"
     )
-    _, out, _ = call(capsys, *where, "--megabytes", "0.01", "--data", "data")
+    _, out, _ = call(capsys, "study", *where, "--megabytes", "0.01", "--data", "data")
     assert cells_of(out)[1] == "1 cells: 0 done, 0 failed, 1 left (other.jsonl)"
 
 

@@ -4,15 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from acmoe.cli import main
-
-
-def call(capsys, *arguments):
-    """Exit code, standard output and standard error of `acmoe ARGUMENTS`."""
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    printed = capsys.readouterr()
-    return stop.value.code, printed.out, printed.err
+from command_call import call
 
 
 @pytest.mark.parametrize(
