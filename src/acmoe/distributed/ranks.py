@@ -37,12 +37,12 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """The number of this process's share of each batch."""
+        """Return the number of the share of each batch that this process trains on."""
         return self.data.get_local_rank() if self.data is not None else 0
 
     @property
     def data_size(self) -> int:
-        """The number of shares of each batch."""
+        """Return into how many shares each batch is split."""
         return self.data.size() if self.data is not None else 1
 
     def sum(self, value: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def _check_empty(folder: Path) -> None:
 
 
 def _other_files(folder: Path) -> list[str]:
-    """Return the names of files that are there beside those which `claim` writes."""
+    """Return the names in the folder, without those of the files that `claim` writes."""
     own = {LOCK, VOCABULARY, CONFIG}
     return sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
 

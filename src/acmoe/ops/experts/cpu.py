@@ -61,7 +61,7 @@ def expert_mlp_without_gradient(
     dropout: float = 0.0,
     complete: bool = False,
 ) -> Tensor:
-    """Compute `expert_mlp`, (T, D)."""
+    """Compute `expert_mlp`, (T, D). `unsupported` has refused dropout and incomplete rows."""
     if x.shape[0] == 1:
         return expert_mlp_of_one_token(x, weights, rows, gate, activation=activation)
     x_ND = x.index_select(0, tokens_of(rows.permutation, gate.shape[1]))

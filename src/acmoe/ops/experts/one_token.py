@@ -23,10 +23,8 @@ def expert_mlp_of_one_token(
     gate: Tensor,
     *,
     activation: str,
-    dropout: float = 0.0,
-    complete: bool = False,
 ) -> Tensor:
-    """Compute `expert_mlp` of one token, (1, D)."""
+    """Compute `expert_mlp` of one token, (1, D), without dropout."""
     (gates,) = gate.tolist()
     if 0.0 in gates:  # BLAS skips a product times 0, and 0 * inf is NaN
         return expert_mlp.definition(x, weights, rows, gate, activation=activation)

@@ -63,7 +63,7 @@ def want_tile(mailbox, pred=True):
 
 @gluon.jit
 def next_tile(mailbox, local_tile):
-    """Reader: return the number of the tile that follows the program's local_tile-th."""
+    """Reader: wait for the number of the tile after the program's local_tile-th, and return it."""
     number, ready, _wanted = mailbox
     mbarrier.wait(ready, local_tile & 1)
     return gl.max(number.load(_one_number(gl.num_warps())), 0)
