@@ -30,12 +30,30 @@ REMARKS = {
 HEAD = """\
 # HuggingFace families
 
-This page lists the model families of transformers that `acmoe.attach` was tested with, and says how
-to add one. `attach` finds the MoE routers of a model from what the model declares: the entry
+This page lists the model families of transformers that `acmoe.attach` was tested with, by tiny
+random models. If your family is not listed, try `acmoe.attach(model)`: it finds the routers of
+most MoE models by itself, or says in one line why it cannot. [Add a family](#add-a-family) tells
+it where the routers are, and [What was tested](#what-was-tested) says what holds for each family.
+
+In the column "remark", **warned** means that `attach` logs the remark as a warning. **Own
+experts** means that transformers passes no experts implementation on to the model's experts, so
+that `set_experts_implementation("acmoe")` changes nothing.
+"""
+
+OLDER = """\
+Transformers 5.17 has three more families that cannot be attached as they are. The router of aria
+is a plain `nn.Linear` that no model declares;
+`register_family("Linear", ends_with="mlp.router")` names it. The routers of longcat_flash and
+switch_transformers return no logits there, and the first forward pass raises an error."""
+
+ADD = """\
+## Add a family
+
+`attach` finds the MoE routers of a model from what the model declares: the entry
 `_can_record_outputs["router_logits"]` names the router class and the place of its logits. If a
-model declares none, a class named `...TopKRouter` counts. There is no list of models, so a family
-that is new in transformers works if it follows the convention. `acmoe.hf.families` describes the
-few that do not, and `acmoe.hf.register_family` adds one:
+model declares none, a class named `...TopKRouter` counts. There is no list of models, so a new
+family works if it follows this convention. `acmoe.hf.families` describes the few that do not, and
+`acmoe.hf.register_family` adds one:
 
 ```python slow
 from acmoe.hf import register_family
@@ -44,46 +62,43 @@ register_family("MyRouter", scores=1, ids=0)  # a router that returns (ids, logi
 register_family("Linear", ends_with="mlp.gate")  # an nn.Linear of this name, which returns logits
 ```
 
-The router must be a module of its own: the input of a product that is written in the code of the
-block cannot be rescaled from outside. The `forward` of such a model must take `**kwargs` and pass
-them on to each of its layers, as transformers' own models do: in them the layers get the record of
-the call.
+Two conditions must hold:
 
-This page is written by `PYTHONPATH=src python tests/hf/families_page.py >
-docs/huggingface-families.md` from tiny random models, which
-`pytest -m slow tests/hf/test_discovery.py` runs with text:
+- The router is a module of its own. If the block multiplies by the router's weight itself, nothing
+  can rescale the input of that product from outside.
+- The `forward` of the model takes `**kwargs` and passes them on to each of its layers, as
+  transformers' own models do. `attach` hands the record of a call to the layers in this way.
 
-- every router is called once, and its layers get the arguments of their stack;
-- the scores equal the router logits that transformers records (hash routers are not recorded);
-- where the router returns ids, the expert with the largest weight has the highest score among the
-  chosen (not tested for phimoe, which normalises each of its weights by itself).
+## What was tested
 
-These hold for every family (`pytest -m slow tests/hf`; Qwen3-Omni's talker, which reads no token
-ids, is only found and saved):
+`PYTHONPATH=src python tests/hf/families_page.py > docs/huggingface-families.md` writes this page.
+`pytest -m slow tests/hf/test_discovery.py` runs its models with text and checks their routers:
 
-- a fresh attach gives bitwise the logits of the plain model, in float32 and in bfloat16; `detach`
-  gives them back; `save_pretrained` and `from_pretrained` keep every bit;
-- a training step has finite gradients and moves the statistics, and gradient checkpointing changes
-  no gradient (JetMoE has none);
-- with `running` and `prefix` statistics no token sees a later one or another sequence (but for
-  diffusion_gemma and openai_privacy_filter, which are not causal);
-- `set_experts_implementation("acmoe")` gives the logits of "eager". Where the remark says **own
-  experts**, transformers passes no implementation on to the model's experts, and nothing changes.
+- Every router is called once, and its layers get the arguments of their stack.
+- The scores equal the router logits that transformers records (hash routers are not recorded).
+- If the router returns ids, the expert with the largest weight has the highest score among the
+  chosen. This is not tested for phimoe, which normalises each of its weights by itself.
 
-Decoding with a cache and beam search are tested for 15 families, left padding for 13 of these, and
-`torch.compile` and LoRA for Mixtral.
+`pytest -m slow tests/hf` checks the following for every family. The exception is Qwen3-Omni's
+talker, which reads no token ids: it is only found and saved.
 
-Models of text and images were tested by their text model. `tests/hf/test_attach_images.py` calls
-the whole models of gemma4, glm4v_moe, llama4, qwen3_5_moe, qwen3_vl_moe and qwen4_exp with images.
-Padding is read from a 2-D `attention_mask`, or from the dict of masks that gemma4 and inkling make
-of it; with `flex_attention` their training is refused.
-"""
+- A fresh attach gives bitwise the logits of the plain model, in float32 and in bfloat16, and so
+  does `detach`. `save_pretrained` and `from_pretrained` keep every bit.
+- A training step has finite gradients and changes the statistics. Gradient checkpointing changes
+  no gradient (JetMoE has no gradient checkpointing).
+- With `running` and `prefix` statistics no token depends on a later one or on another sequence.
+  diffusion_gemma and openai_privacy_filter are not causal themselves.
+- `set_experts_implementation("acmoe")` gives the logits of "eager".
 
+Some tests cover a part of the families:
 
-OLDER = """\
-Under transformers 5.17 also aria (its router is a plain `nn.Linear` that no model declares;
-`register_family("Linear", ends_with="mlp.router")` names it), and longcat_flash and
-switch_transformers (their routers return no logits there; the first forward pass raises)."""
+- Decoding with a cache and beam search are tested for 15 families, left padding for 13 of these,
+  and `torch.compile` and LoRA for Mixtral.
+- Models of text and images were tested by their text model. `tests/hf/test_attach_images.py` calls
+  the whole models of gemma4, glm4v_moe, llama4, qwen3_5_moe, qwen3_vl_moe and qwen4_exp with
+  images.
+- Padding is read from a 2-D `attention_mask`, or from the dict of masks that gemma4 and inkling
+  make of it. With `flex_attention`, training of these two is refused."""
 
 
 def classes(stacks: list[RouterStack]) -> str:
@@ -131,6 +146,8 @@ def page() -> str:
             "| family | tested model | what `attach` says |",
             "|---|---|---|",
             *refused,
+            "",
+            ADD,
             "",
         ]
     )
