@@ -1,13 +1,24 @@
 """`acmoe models`: the list of models, as JSON, as a page and for terminals of every width."""
 
+import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from acmoe.models import table
 from command_call import call
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rows_counted_once() -> Iterator[None]:
+    """Count the parameters of all models once: it takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "model_rows", functools.cache(table.model_rows))
+        yield
 
 
 def test_models_lists_every_size_as_json(capsys):

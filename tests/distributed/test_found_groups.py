@@ -67,7 +67,7 @@ def step(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def after_freeze(rank: int) -> list[float]:
-    """Take the first step after gc.freeze, which hides the wrapper from gc.get_objects."""
+    """Take the first step after gc.freeze, which hides the wrapper from the collector."""
     model = build("adaptive", FLOAT)
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -181,24 +181,24 @@ def averaged_wrapper(rank: int) -> list[float]:
 
 
 def searches_of_sharded(rank: int) -> int:
-    """Return how often a step of a sharded model lists all objects of the process."""
+    """Return how often a step of a sharded model searches all objects of the process."""
     gc.collect()
     model = build("adaptive", FLOAT)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with mock.patch("gc.get_objects", wraps=gc.get_objects) as listed:
+    with mock.patch("gc.get_referrers", wraps=gc.get_referrers) as listed:
         step(rank, model, optimizer)
     return listed.call_count
 
 
 def searches_of_replicated(rank: int, config: acmoe.AdaptiveConfig) -> int:
-    """Return how often the first step of a replica of two layers lists all objects."""
+    """Return how often the first step of a replica of two layers searches all objects."""
     gc.collect()
     model = build(config, FLOAT)
     assert len(tokens_of(model)) == 2
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with mock.patch("gc.get_objects", wraps=gc.get_objects) as listed:
+    with mock.patch("gc.get_referrers", wraps=gc.get_referrers) as listed:
         step(rank, wrapped, optimizer)
     assert tokens_of(model) == [sum(TOKENS)] * 2
     return listed.call_count
@@ -246,7 +246,7 @@ def test_global_statistics_find_the_mesh_while_parameters_are_whole(
 
 
 def test_sharded_parameters_name_their_group_without_a_search(two: list[dict[str, Any]]) -> None:
-    """To list all objects takes up to 0.3 s, for each layer."""
+    """To search all objects takes up to 0.1 s, for each layer."""
     assert [one["sharded, searches"] for one in two] == [0, 0]
 
 

@@ -2,13 +2,13 @@
 
 import copy
 
-import pytest
 import torch
 from ranks import in_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import acmoe
+from slow_cases import mostly_slow
 
 STEPS, MICRO, SHAPE = 3, 2, (3, 7, 8)
 
@@ -83,7 +83,7 @@ def in_one_process(statistics: str) -> list[dict[str, Tensor]]:
     return [stage.state_dict() for stage in model]
 
 
-@pytest.mark.parametrize("statistics", ["running", "prefix"])
+@mostly_slow("statistics", ["running", "prefix"], keep=[1])
 def test_stages_that_send_the_state_train_as_one_process(statistics, tmp_path):
     found = in_ranks(2, in_a_pipeline, statistics, folder=tmp_path)
     for one, expected in zip(found, in_one_process(statistics), strict=True):

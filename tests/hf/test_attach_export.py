@@ -11,6 +11,7 @@ import acmoe
 from acmoe import AdaptiveConfig
 from acmoe.hf.adaptive import first_choice
 from acmoe.hf.families import TupleReader
+from slow_cases import mostly_slow
 
 ANY = {0: Dim.AUTO, 1: Dim.AUTO}
 
@@ -46,7 +47,7 @@ def test_an_exported_model_takes_other_numbers_of_sequences_and_tokens(mode: str
     torch.testing.assert_close(exported, logits(model, input_ids=other), **CLOSE)
 
 
-@pytest.mark.parametrize("mode", ["running", "prefix"])
+@mostly_slow("mode", ["running", "prefix"], keep=[1])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_a_traced_model_takes_other_numbers_of_sequences_and_tokens(mode: str) -> None:
     model = measured(statistics=mode)

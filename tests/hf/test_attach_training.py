@@ -15,6 +15,7 @@ from acmoe import AdaptiveConfig, UserError
 from acmoe.hf.blend import Blend
 from acmoe.hf.discovery import find_stacks
 from acmoe.hf.parts import attached_parts
+from slow_cases import mostly_slow
 
 
 def gradients(model: nn.Module) -> Tensor:
@@ -280,21 +281,21 @@ def two_layers() -> nn.Module:
     return acmoe.attach(plain, AdaptiveConfig(momentum=0.5)).train()
 
 
+@mostly_slow(("part", "limit"), [("", 8), ("", 1), ("mlp", 8), ("mlp.gate", 1)], keep={1, 3})
 @torch.no_grad()
-def test_layers_and_parts_of_layers_that_are_compiled_count_alike() -> None:
+def test_layers_and_parts_of_layers_that_are_compiled_count_alike(part: str, limit: int) -> None:
     """Each layer by itself, as regional compilation does; its MoE block by itself. A layer's depth
     is a constant of its graph: with a limit of one graph, most functions of the second layer run as
     they are, and call others that are compiled."""
     plain = two_layers()
     plain(input_ids=ids())
-    for part, limit in (("", 8), ("", 1), ("mlp", 8), ("mlp.gate", 1)):
-        torch.compiler.reset()
-        model = two_layers()
-        for layer in model.model.layers:
-            layer.get_submodule(part).compile(backend="eager")
-        with torch._dynamo.config.patch(recompile_limit=limit):
-            model(input_ids=ids())
-        for one, other in zip(statistics(model), statistics(plain), strict=True):
-            assert torch.equal(one.last_count, other.last_count)
-        assert all(part.context is None for part in attached_parts(model).values())
+    torch.compiler.reset()
+    model = two_layers()
+    for layer in model.model.layers:
+        layer.get_submodule(part).compile(backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        model(input_ids=ids())
+    for one, other in zip(statistics(model), statistics(plain), strict=True):
+        assert torch.equal(one.last_count, other.last_count)
+    assert all(part.context is None for part in attached_parts(model).values())
     torch.compiler.reset()

@@ -1,5 +1,6 @@
 """A model that gives NaN or infinity while it generates is refused in one line."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from acmoe.config.text.language import LanguageConfig
 from acmoe.errors import NonFiniteError
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.generate import DecodeSteps, decode_steps
+from slow_cases import mostly_slow
 
 
 def spoilt(value: float, at_step: int, row: int = 0) -> DecodeSteps:
@@ -39,16 +41,31 @@ def tiny_model() -> LanguageModel:
     return LanguageModel(config).eval()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("at_step", [1, 3, 299])
-def test_the_number_of_good_tokens_is_named(value: float, temperature: float, at_step: int) -> None:
+def assert_named(value: float, temperature: float, at_step: int, count: int) -> None:
     model = tiny_model()
     model.decode_steps = spoilt(value, at_step, row=1)
     # Step n computes the logits after n new tokens.
     expected = f"the model gives NaN or infinity after {at_step} new tokens; load one with finite"
     with pytest.raises(NonFiniteError, match=expected):
-        model.generate([[1], [2]], 310, temperature=temperature, seed=0)
+        model.generate([[1], [2]], count, temperature=temperature, seed=0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("at_step", [1, 3])
+def test_the_number_of_good_tokens_is_named(value: float, temperature: float, at_step: int) -> None:
+    assert_named(value, temperature, at_step, count=6)
+
+
+BLOCKS = itertools.product([1, 3, 299], [0.0, 1.0], [float("nan"), float("inf"), float("-inf")])
+
+
+@mostly_slow(("at_step", "temperature", "value"), BLOCKS, keep={0, 16})
+def test_the_number_counts_the_blocks_of_256_tokens_before(
+    at_step: int, temperature: float, value: float
+) -> None:
+    """A block is checked when it is full: a value of the first one may be followed by many."""
+    assert_named(value, temperature, at_step, count=310)
 
 
 def test_logits_that_no_token_is_drawn_from_are_not_asked_for() -> None:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from pipeline_cases import drawn, each_expert, plan_of
 
+from slow_cases import mostly_slow
+
 gl = pytest.importorskip("triton.experimental.gluon.language")
 gluon = pytest.importorskip("triton.experimental.gluon")
 
@@ -57,7 +59,7 @@ def listing(monkeypatch):
     return lambda seed: emulate(kernel, seed=seed)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@mostly_slow("seed", range(4), gpu=range(4))
 @pytest.mark.parametrize("tiles", [0, 1, 2, 3, 4, 11])
 def test_every_tile_is_given_out_once_and_the_counter_is_zero_again(tiles, seed, device, listing):
     """Three programs and two columns: without tiles, with fewer than programs, and with more."""
@@ -79,7 +81,7 @@ def test_the_plan_s_counter_is_zero_and_its_own(device):
     assert plans[1].counter.item() == 0
 
 
-@pytest.mark.parametrize("counts", [(0, 0), (1, 0, 129, 64, 65, 128)])
+@mostly_slow("counts", [(0, 0), (1, 0, 129, 64, 65, 128)], keep=[1], gpu=[0])
 def test_a_second_up_projection_by_the_same_plan_has_equal_bits(counts, device, hopper_launch):
     """Of 6 row tiles and two columns, and of none at all."""
     plan, D, F = plan_of(counts, 20, device), 192, 256
@@ -102,7 +104,7 @@ def down_by_tiles_of_a_counter(launch, plan, lead, device):
     return lambda: launch.launch_rows(act_NF, down, plan, settings, across=False)[:rows]
 
 
-@pytest.mark.parametrize(("counts", "lead"), [((0, 0), 3), ((1,), 0), ((1, 0, 129), 3)])
+@mostly_slow(("counts", "lead"), [((0, 0), 3), ((1,), 0), ((1, 0, 129), 3)], keep=[2], gpu=[0, 1])
 def test_neither_a_second_down_nor_when_it_takes_tiles_changes_a_bit(
     counts, lead, device, hopper_launch, monkeypatch
 ):

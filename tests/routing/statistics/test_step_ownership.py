@@ -64,7 +64,7 @@ def test_the_collector_of_another_thread_does_not_wait_for_a_step() -> None:
 
 
 def test_an_optimizer_is_found_behind_gc_freeze() -> None:
-    """The collector lists no object that was there before; the critic's optimizer is one."""
+    """The collector sees no object that was there before; the critic's optimizer is one."""
     generator, critic = layer(0), layer(1)
     of_generator = torch.optim.Adam(generator.parameters())
     of_critic = torch.optim.Adam(critic.parameters())

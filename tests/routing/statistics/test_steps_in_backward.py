@@ -4,7 +4,9 @@ T tokens, D features, C clusters.
 """
 
 import copy
+import gc
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -87,6 +89,16 @@ def test_steps_inside_the_backward_are_one_step_after_it(router: str, replay: bo
         assert torch.equal(inside.state_dict()[key], value), key
     moved = [key for key in start if key.endswith(("statistics.weight", "selection.bias"))]
     assert any(not torch.equal(after.state_dict()[key], start[key]) for key in moved)
+
+
+def test_one_search_finds_the_optimizers_of_all_parameters() -> None:
+    """None of them has stepped before; to search all objects of a process takes up to 0.1 s."""
+    blocks = Blocks("running", replay=False)
+    step_in_hooks(list(blocks.parameters()), lr=0.1)
+    with mock.patch("gc.get_referrers", wraps=gc.get_referrers) as searches:
+        for number in range(2):
+            blocks(batch(number)).backward()
+    assert searches.call_count == 1
 
 
 @pytest.mark.parametrize("router", ROUTERS)

@@ -25,6 +25,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -59,6 +61,7 @@ class Trained(NamedTuple):
     searched: bool = False  # True: optimizers that have not stepped yet were looked for, too
 
 
+# The optimizers that have stepped, and those without a step that a search has found.
 _trained: "weakref.WeakKeyDictionary[Optimizer, Trained]" = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
 
@@ -97,7 +100,7 @@ def _update(optimizer: Optimizer) -> None:
     unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
     if not trained.searched and any(one.has_pending or world_size() > 1 for one in unclaimed):
         # They may belong to an optimizer that has not taken its first step yet. To find it takes up
-        # to 0.3 s, so this is done only where a batch is pending, here or on another process.
+        # to 0.1 s, so this is done only where a batch is pending, here or on another process.
         trained = trained_by(optimizer, search=True)
         unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -130,31 +133,45 @@ def trained_by(optimizer: Optimizer, *, search: bool = False) -> Trained:
     search: look among all objects of the process for optimizers that have not stepped yet.
     """
     with registry_lock:
-        if optimizer not in _trained:
+        if not _trained.setdefault(optimizer, Trained()).key:
             look_again()  # it may hold parameters that no optimizer held until now
-            _trained[optimizer] = Trained()
+        if search:
+            _add_without_step()
         sizes = (len(group["params"]) for group in optimizer.param_groups)
         key = (changes(), len(_trained), *sizes)
         if _trained[optimizer].key != key or search:
-            _trained[optimizer] = Trained(key, *_find(optimizer, search), search)
+            _trained[optimizer] = Trained(key, *_find(optimizer), search)
         return _trained[optimizer]
 
 
-def _find(optimizer: Optimizer, search: bool) -> tuple[References, References]:
+def _add_without_step() -> None:
+    """Add optimizers that have not stepped yet, if one may hold a layer that no other one holds.
+
+    They stay known: the optimizers of a loop with one for each parameter are found by one search.
+    """
+    owned = parameters_of_statistics()
+    unclaimed = _without(_ids(list(_trained)), owned)
+    if any(p.requires_grad for one in unclaimed for p in owned[one]):
+        for optimizer in instances_of(Optimizer):
+            _trained.setdefault(optimizer, Trained())
+
+
+def _find(optimizer: Optimizer) -> tuple[References, References]:
     if _is_share(optimizer):
         return (), ()
     owned = parameters_of_statistics()
-
-    def without(ids: set[int]) -> "set[StepStatistics]":
-        return {one for one, owner in owned.items() if ids.isdisjoint(map(id, owner))}
-
     trained = _ids(list(_trained))
-    unclaimed = without(trained)
-    if search and any(p.requires_grad for one in unclaimed for p in owned[one]):
-        unclaimed &= without(_ids(instances_of(Optimizer)))
+    unclaimed = _without(trained, owned)
     find_groups(unclaimed, trained)
-    held = owned.keys() - without(_ids([optimizer]))
+    held = owned.keys() - _without(_ids([optimizer]), owned)
     return _references(held), _references(unclaimed)
+
+
+def _without(
+    ids: set[int], owned: "dict[StepStatistics, set[nn.Parameter]]"
+) -> "set[StepStatistics]":
+    """Return the statistics of layers without any parameter of these ids."""
+    return {one for one, owner in owned.items() if ids.isdisjoint(map(id, owner))}
 
 
 def _is_share(optimizer: Optimizer) -> bool:
@@ -163,7 +180,7 @@ def _is_share(optimizer: Optimizer) -> bool:
     Processes hold different layers in theirs, so the statistics wait for the step of the whole.
     """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is None:
+    if module is None or not dist.is_initialized():
         return False
     kind = module.ZeroRedundancyOptimizer
     return any(getattr(one, "optim", None) is optimizer for one in instances_of(kind))
