@@ -39,6 +39,7 @@ BUILDS = [
     ({"top_k": 4}, r"top_k=4 exceeds num_experts=3; lower top_k"),
     ({"capacity_factor": 0.0}, r"capacity_factor=0.0; it must be positive, or None for dropless"),
     ({"capacity_factor": float("nan")}, r"capacity_factor=nan; it must be positive"),
+    ({"capacity_factor": True}, r"capacity_factor=True; it must be positive, or None for dropless"),
     ({"next_router": "adaptive"}, r"next_router='adaptive'; pass the next router's AdaptiveConfig"),
     ({"router": other_router(dim=5)}, r"router has dim=5, the layer dim=4; build both with the"),
     ({"router": other_router(num_experts=5)}, r"router has num_experts=5, the layer num_experts=3"),
@@ -92,7 +93,8 @@ def test_a_field_of_another_type_is_refused_when_the_config_is_made(config, opti
 def test_numbers_of_numpy_are_numbers():
     config = AdaptiveConfig(floor=np.float32(0.5), mix=np.int64(1), strength=2)
     assert config.scale_codes == AdaptiveConfig(floor=0.5, strength=2.0).scale_codes
-    MoE(**(SIZES | {"num_experts": np.int32(3)}), router=config)(torch.zeros(6, 4))
+    sizes = SIZES | {"num_experts": np.int32(3), "capacity_factor": np.float32(1.25)}
+    MoE(**sizes, router=config)(torch.zeros(6, 4))
 
 
 @pytest.mark.parametrize(("options", "message"), BUILDS)

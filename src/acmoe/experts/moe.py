@@ -220,7 +220,8 @@ def _router_of(
 
 
 def _check_capacity(factor: float | None) -> None:
+    number = hasattr(factor, "__float__") and not isinstance(factor, bool | Tensor)
     check(
-        factor is None or (isinstance(factor, int | float) and factor > 0),
+        factor is None or (number and factor > 0),
         f"capacity_factor={factor!r}; it must be positive, or None for dropless",
     )
