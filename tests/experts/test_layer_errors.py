@@ -19,6 +19,7 @@ from acmoe import (
     UserError,
     build_router,
 )
+from acmoe.experts.mlp import ExpertMLP
 from acmoe.lab.variants import VariantConfig
 
 SIZES = {"dim": 4, "hidden": 8, "num_experts": 3, "top_k": 2}
@@ -38,6 +39,7 @@ BUILDS = [
     ({"top_k": 4}, r"top_k=4 exceeds num_experts=3; lower top_k"),
     ({"capacity_factor": 0.0}, r"capacity_factor=0.0; it must be positive, or None for dropless"),
     ({"capacity_factor": float("nan")}, r"capacity_factor=nan; it must be positive"),
+    ({"capacity_factor": True}, r"capacity_factor=True; it must be positive, or None for dropless"),
     ({"next_router": "adaptive"}, r"next_router='adaptive'; pass the next router's AdaptiveConfig"),
     ({"router": other_router(dim=5)}, r"router has dim=5, the layer dim=4; build both with the"),
     ({"router": other_router(num_experts=5)}, r"router has num_experts=5, the layer num_experts=3"),
@@ -91,7 +93,8 @@ def test_a_field_of_another_type_is_refused_when_the_config_is_made(config, opti
 def test_numbers_of_numpy_are_numbers():
     config = AdaptiveConfig(floor=np.float32(0.5), mix=np.int64(1), strength=2)
     assert config.scale_codes == AdaptiveConfig(floor=0.5, strength=2.0).scale_codes
-    MoE(**(SIZES | {"num_experts": np.int32(3)}), router=config)(torch.zeros(6, 4))
+    sizes = SIZES | {"num_experts": np.int32(3), "capacity_factor": np.float32(1.25)}
+    MoE(**sizes, router=config)(torch.zeros(6, 4))
 
 
 @pytest.mark.parametrize(("options", "message"), BUILDS)
@@ -220,3 +223,40 @@ def test_the_experts_input_has_the_shape_of_the_tokens():
     for rows in (5, 7):
         with pytest.raises(UserError, match=rf"shape \({rows}, 4\), and x \(6, 4\); it must be x"):
             moe(x, expert_input=torch.randn(rows, 4))
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.tensor(1.0), r"x has shape \(\); this layer takes \(tokens, 4\)"),
+        (torch.zeros(4), r"x has shape \(4,\); this layer takes \(tokens, 4\)"),
+        ([[0.0] * 4], r"x is a list; pass a torch tensor of hidden states"),
+    ],
+    ids=["number", "one token", "list"],
+)
+def test_layers_and_routers_without_a_state_refuse_the_same_tokens(x, message):
+    router = build_router("adaptive", dim=4, num_experts=3, top_k=2, standalone=True)
+    routing = router(torch.zeros(1, 4))
+    soft = SoftMoE(dim=4, hidden=8, num_experts=3)
+    for call in (MoE(**SIZES), soft, router, lambda x: router.next_state(x, routing)):
+        with pytest.raises(UserError, match=message):
+            call(x)
+
+
+@pytest.mark.parametrize("router", ["smoe", "cosine", "expert-choice"])
+def test_a_router_of_more_experts_than_the_layer_is_refused(router):
+    """Its tokens for experts that are not there would have got an output of zeros."""
+    layer = MoE(**SIZES, router=router)
+    layer.router = build_router(router, dim=4, num_experts=5, top_k=2)
+    with pytest.raises(UserError, match=r"among 5 experts, and the layer has num_experts=3; give"):
+        layer(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize("kept", [2, 5])
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_of_another_number_of_experts_are_refused(kept, bias):
+    """Rows of an expert without weights would have held whatever was in memory."""
+    layer = MoE(**SIZES, bias=bias)
+    layer.experts = ExpertMLP(dim=4, hidden=8, num_experts=kept, bias=bias)
+    with pytest.raises(UserError, match=rf"sorted by 3 experts, and there are weights of {kept};"):
+        layer(torch.randn(6, 4))

@@ -116,6 +116,11 @@ def with_state_inside(block, y, *state):
     return block(y, RoutingState(*state))
 
 
+def with_state_and_a_tensor(block, y, *state):
+    y, after = block(y, RoutingState(*state))
+    return y, y.mean(-1), after
+
+
 def with_tensors_alone(block, y, *state):
     y, after = block(y, RoutingState(*state))
     return (y, *after)
@@ -135,12 +140,13 @@ def test_reentrant_checkpoints_of_tensors_keep_the_gradient_of_the_auxiliary_los
         assert torch.equal(a.grad, b.grad)
 
 
-def test_a_reentrant_checkpoint_that_would_drop_the_auxiliary_loss_is_refused():
+@pytest.mark.parametrize("returned", [with_state_inside, with_state_and_a_tensor])
+def test_a_reentrant_checkpoint_that_would_drop_the_auxiliary_loss_is_refused(returned):
     # torch gives the tensors inside a tuple no gradient, and says nothing.
     block = stack(1, router=ROUTERS["batch-previous"])[0]
     x = torch.randn(2, 6, DIM).requires_grad_()
-    call = partial(with_state_inside, block)
-    y, state = checkpoint(call, x, *begin([block], x), use_reentrant=True)
+    call = partial(returned, block)
+    y, *_, state = checkpoint(call, x, *begin([block], x), use_reentrant=True)
     assert not state.aux_loss.requires_grad
     with pytest.raises(UserError, match=r"drops the gradient of state.aux_loss.*=False"):
         (y.square().mean() + state.aux_loss).backward()

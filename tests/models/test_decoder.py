@@ -4,6 +4,7 @@ Shapes: B batch, L length, V words.
 """
 
 import copy
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -129,6 +130,23 @@ def test_routings_are_one_per_moe_layer_and_only_when_asked_for() -> None:
     assert [tuple(routing.expert_ids.shape) for routing in routings] == [(10, 2)] * 2
     assert [tuple(routing.affinity.shape) for routing in routings] == [(10, 4)] * 2
     assert model(tokens).routings is None  # nothing was left behind
+
+
+def test_routings_are_those_of_the_call_and_not_of_another_thread() -> None:
+    model, tokens = trained("adaptive"), draw(12, 2, 5)
+    alone = model(tokens, return_routings=True).routings
+
+    def call_elsewhere(*_: Any) -> None:
+        handle.remove()
+        other = Thread(target=model, args=(draw(13, 3, 4),))
+        other.start()
+        other.join()
+
+    handle = model.blocks[-1].register_forward_pre_hook(call_elsewhere)
+    routings = model(tokens, return_routings=True).routings
+    assert len(routings) == len(alone) == 2
+    for found, expected in zip(routings, alone, strict=True):
+        assert torch.equal(found.affinity, expected.affinity)
 
 
 def test_the_routing_state_reaches_the_second_moe_layer_through_the_dense_block() -> None:

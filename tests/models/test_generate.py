@@ -133,6 +133,15 @@ def test_generation_leaves_training_mode_as_it_was() -> None:
     assert model.training
 
 
+@pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
+def test_generation_leaves_the_mode_of_every_module_as_it_was(mode: bool) -> None:
+    model = trained().train(mode)
+    model.blocks[0].train(not mode)  # a frozen block, or dropout that draws in evaluation
+    modes = {name: module.training for name, module in model.named_modules()}
+    model.generate(draw(7, 1, 3), 2, temperature=0)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
 def test_batch_statistics_decode_with_those_of_the_prompt() -> None:
     # One token has no dispersion: without the prompt's statistics decoding would be plain routing.
     model, tokens = trained(AdaptiveConfig(statistics="batch")), draw(8, 1, 12)

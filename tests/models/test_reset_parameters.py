@@ -159,6 +159,28 @@ def test_a_meta_image_model_computes_its_constants_when_tensors_are_assigned(pos
     assert torch.equal(found(images).logits, source(images).logits)
 
 
+@pytest.mark.parametrize("position", ["table", "mlp"])
+def test_an_emptied_image_model_has_its_constants_and_needs_weights_alone(position: str) -> None:
+    source = create_model("swin-nano", router="adaptive", position=position).eval()
+    with torch.device("meta"):
+        found = create_model("swin-nano", router="adaptive", position=position).eval()
+    found.to_empty(device="cpu").load_state_dict(source.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(found(images).logits, source(images).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_constants_of_an_image_model_are_exact_again_after_a_cast_and_back(
+    dtype: torch.dtype,
+) -> None:
+    source = create_model("swin-nano", position="mlp")
+    exact = {name: value.clone() for name, value in source.named_buffers()}
+    assert any(name.endswith("position.offsets") for name in exact)
+    source.to(dtype).float()
+    for name, value in source.named_buffers():
+        assert torch.equal(value, exact[name]), name
+
+
 def test_averages_that_a_file_holds_in_low_precision_become_float32() -> None:
     with torch.device("meta"):
         found = layer("adaptive")

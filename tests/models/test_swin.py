@@ -3,14 +3,14 @@
 Shapes: B batch, Y rows and X columns of a map, T tokens, D features, E experts.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from swin_cases import QUIET, config, draw, layer_calls, trained
 from torch import nn
 
-from acmoe.config.routing import AdaptiveConfig, RouterConfig
+from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
 from acmoe.errors import UserError
 from acmoe.experts.moe import MoE
 from acmoe.models.capacity import override_capacity
@@ -46,6 +46,19 @@ def test_one_expert_is_the_dense_swin(router: str, last_bias: bool) -> None:
     dense.load_state_dict(weights)
     torch.testing.assert_close(moe(draw(0)).logits, dense(draw(0)).logits, rtol=1e-11, atol=1e-11)
     assert dense(draw(0)).aux_loss.item() == 0
+
+
+@pytest.mark.parametrize("init", ["uniform", "orthogonal"])
+def test_embeddings_begin_with_the_length_that_every_step_restores(
+    init: Literal["uniform", "orthogonal"],
+) -> None:
+    """From a tenth of that length the first step would turn them by ten times the angle."""
+    router = SMoEConfig(normalize_embeddings=True, embedding_length=1.5, init=init)
+    routers = [layer.router for layer in SwinModel(config(router)).moe_layers()]
+    assert routers
+    for one in routers:
+        assert isinstance(one, TopKRouter)
+        torch.testing.assert_close(one.embedding.norm(dim=1), torch.full((4,), 1.5))
 
 
 def test_models_of_one_seed_differ_in_nothing_but_the_router_s_scale() -> None:

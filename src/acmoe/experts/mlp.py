@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from acmoe.errors import check
+from acmoe.errors import UserError, check
 from acmoe.ops.checks import check_whole
 from acmoe.ops.experts import ExpertWeights, expert_mlp
 from acmoe.ops.experts.reference import ACTIVATIONS
@@ -83,6 +83,12 @@ class ExpertMLP(nn.Module):
         check((rows is None) == (gate_TK is None), "give rows and gate_TK together, or neither")
         if rows is None or gate_TK is None:
             return self._even(x)
+        if rows.offsets.shape[0] != self.up.shape[0]:
+            raise UserError(
+                f"rows are sorted by {rows.offsets.shape[0]} experts, and there are weights of "
+                f"{self.up.shape[0]}; give the layer (num_experts), its router and its experts the "
+                "same number"
+            )
         dtype = autocast_dtype(x)
         return expert_mlp(
             x if dtype is None else x.to(dtype),

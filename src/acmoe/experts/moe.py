@@ -158,7 +158,15 @@ class MoE(Layer):
         return given if x.dim() == 2 else given.reshape(-1, self.dim)
 
     def _sent(self, routing: Routing, mask_T: Tensor | None) -> Routing:
-        """Return the routing without padding and without rows beyond an expert's capacity."""
+        """Return the routing without padding and without rows beyond an expert's capacity.
+
+        An expert that the layer does not have would count as none, and its tokens get no output.
+        """
+        if routing.affinity.shape[-1] != self.num_experts:
+            raise UserError(
+                f"the router chooses among {routing.affinity.shape[-1]} experts, and the layer has "
+                f"num_experts={self.num_experts}; give both the same number"
+            )
         if mask_T is not None:
             # Padding goes to no expert, so it costs nothing and changes no rounding of a GEMM.
             nowhere = routing.expert_ids.masked_fill(~mask_T[:, None], self.num_experts)
@@ -212,7 +220,8 @@ def _router_of(
 
 
 def _check_capacity(factor: float | None) -> None:
+    number = hasattr(factor, "__float__") and not isinstance(factor, bool | Tensor)
     check(
-        factor is None or (isinstance(factor, int | float) and factor > 0),
+        factor is None or (number and factor > 0),
         f"capacity_factor={factor!r}; it must be positive, or None for dropless",
     )

@@ -11,7 +11,7 @@ from acmoe.config.routing import AdaptiveConfig, RandomConfig, SoftConfig
 from acmoe.errors import check
 from acmoe.experts.mlp import ExpertMLP, shaped_as
 from acmoe.experts.old_names import NOT_GIVEN, rename_emitter, renamed_emit
-from acmoe.ops.checks import check_dim, check_token_mask
+from acmoe.ops.checks import check_token_mask
 from acmoe.ops.precision import without_autocast
 from acmoe.routing.build import build_router
 from acmoe.routing.next_state import SAME_ROUTER, NextState
@@ -85,7 +85,6 @@ class SoftMoE(Layer):
         """
         count_state(self.router, state)
         state = self.router.state_for(x, state)
-        check_dim(x, self.dim)
         check_token_mask(x, token_mask)
         x_BLD, mask_BL = (x, token_mask) if x.dim() == 3 else as_one_sequence(x, token_mask)
         x_BLD = blank(x_BLD, mask_BL)

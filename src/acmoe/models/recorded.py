@@ -1,9 +1,11 @@
 """Record the routings that a model's MoE layers decide in one forward pass."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from acmoe.experts.moe import MoE
@@ -13,11 +15,17 @@ from acmoe.routing.state import Routing
 
 @contextmanager
 def recorded(layers: Sequence[MoE | SoftMoE]) -> Iterator[list[Routing]]:
-    """Collect the routings of the layers inside `with`; a recompute in backward adds nothing."""
+    """Collect the routings of the layers inside `with`; a recompute in backward adds nothing.
+
+    Calls of the same layers by other threads, which run the hooks too, are left out. Compiled code
+    adds those: torch.compile cannot trace the number of a thread.
+    """
     found: list[Routing] = []
+    thread = _thread()
 
     def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        found.append(arguments[1])  # `next_state` is handed (x, routing, state)
+        if thread is None or _thread() in (None, thread):
+            found.append(arguments[1])  # `next_state` is handed (x, routing, state)
 
     handles = [layer.next_state.register_forward_pre_hook(note) for layer in layers]
     try:
@@ -25,3 +33,8 @@ def recorded(layers: Sequence[MoE | SoftMoE]) -> Iterator[list[Routing]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _thread() -> int | None:
+    """Return the number of this thread; None while torch.compile traces."""
+    return None if torch.compiler.is_compiling() else threading.get_ident()

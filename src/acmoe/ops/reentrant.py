@@ -4,7 +4,7 @@
 among its outputs and not those inside a tuple. A block that returns (y, state) gets no gradient for
 `state.aux_loss` then, and torch says nothing. It is right if the block returns tensors alone,
 (y, *state). The choice shows when the backward repeats the forward: there the autograd function has
-one gradient per output tensor.
+one gradient per output tensor, and None for an output that is no tensor.
 """
 
 import sys
@@ -23,7 +23,7 @@ _REPEATS = CheckpointFunction.backward.__code__
 def check_reentrant(aux_loss: Tensor) -> None:
     """Raise a UserError if a reentrant checkpoint repeats this forward without using its aux_loss.
 
-    The loss can be used if a scalar, or more than one tensor, left the checkpoint.
+    The loss can be used if a scalar left the checkpoint, or several tensors and nothing else.
     """
     if torch.compiler.is_compiling() or not replaying() or not aux_loss.requires_grad:
         return
@@ -32,8 +32,10 @@ def check_reentrant(aux_loss: Tensor) -> None:
         frame = frame.f_back
     if frame is None:
         return
-    outputs = [one for one in frame.f_locals.get("args", ()) if isinstance(one, Tensor)]
-    if len(outputs) == 1 and outputs[0].dim() > 0:
+    gradients = frame.f_locals.get("args", ())
+    outputs = [one for one in gradients if isinstance(one, Tensor)]
+    beside_others = len(outputs) == 1 or len(outputs) < len(gradients)
+    if outputs and beside_others and all(one.dim() > 0 for one in outputs):
         raise UserError(
             "use_reentrant=True drops the gradient of state.aux_loss, because only tensors leave "
             "such a checkpoint with a gradient and the state is a tuple of them; use "

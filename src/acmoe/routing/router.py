@@ -74,9 +74,8 @@ class Router(Layer):
         """
         if isinstance(x, ScaledTokens):
             return self.route(x, token_mask=token_mask, token_ids=token_ids)
-        check_dim(x, self.dim)
-        check_token_mask(x, token_mask)
         state = self.state_for(x, state)
+        check_token_mask(x, token_mask)
         x = blank(x, token_mask)
         with without_autocast(x):
             tokens = self.rescale(x, state, token_mask=token_mask, cache=cache)
@@ -102,6 +101,7 @@ class Router(Layer):
             raise UserError(f"x has dtype {x.dtype}; pass floating-point hidden states")
         if x.is_nested or x.layout != torch.strided or x.element_size() < 2:
             raise UserError(_not_dense(x))
+        check_dim(x, self.dim)
         if isinstance(state, RoutingState):
             return state
         if state is not None:
@@ -138,15 +138,10 @@ class Router(Layer):
                 "acmoe.build_router(..., standalone=True), or use the state that its acmoe.MoE "
                 "returns"
             )
-        check_dim(x, self.dim)
+        state = self.state_for(x, state)
         check_token_mask(x, token_mask)
-        found: RoutingState = self.next_layer(
-            blank(x, token_mask),
-            routing,
-            self.state_for(x, state),
-            token_mask=token_mask,
-            slot=cache,
-        )
+        x = blank(x, token_mask)
+        found: RoutingState = self.next_layer(x, routing, state, token_mask=token_mask, slot=cache)
         return found
 
     def rescale(

@@ -87,7 +87,9 @@ class AcmoeForSequenceClassification(AcmoePreTrainedModel):
         hidden = wants_hidden_states(config, output_hidden_states)
         with recorded_inputs(self.model.blocks if hidden else []) as inputs:
             x_BLD, _, _ = self.model.hidden_states(input_ids, token_mask=mask_BL)
-        logits_BK: Tensor = self.head(x_BLD[torch.arange(len(last_B)), last_B])
+        logits_BK: Tensor = self.head(
+            x_BLD[torch.arange(len(last_B), device=last_B.device), last_B]
+        )
         loss = None if labels is None else self._loss(logits_BK, labels, num_items_in_batch)
         found = SequenceClassifierOutput(
             loss=loss, logits=logits_BK, hidden_states=(*inputs, x_BLD) if hidden else None

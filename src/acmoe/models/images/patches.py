@@ -8,9 +8,15 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from acmoe.models.unmodified import modified
+from acmoe.ops.dispatch import log_once
+
 
 class PatchEmbedding(nn.Module):
-    """(B, C, height, width) -> (B, Y, X, D): one token per square patch of pixels."""
+    """(B, C, height, width) -> (B, Y, X, D): one token per square patch of pixels.
+
+    Where `project` was wrapped or has hooks it is called; otherwise a GEMM reads its weight.
+    """
 
     def __init__(self, *, channels: int, dim: int, patch: int, norm: bool) -> None:
         super().__init__()
@@ -18,15 +24,23 @@ class PatchEmbedding(nn.Module):
         self.norm = nn.LayerNorm(dim) if norm else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
-        # A GEMM instead of a convolution: cuDNN may sum the weight gradient in a different order in
-        # every run.
+        change = modified(self.project, nn.Conv2d)
+        if change is None:
+            return cast(Tensor, self.norm(self._by_gemm(images)))
+        log_once(f"patches are embedded by a convolution: project {change}")
+        return cast(Tensor, self.norm(self.project(images).permute(0, 2, 3, 1)))
+
+    def _by_gemm(self, images: Tensor) -> Tensor:
+        """Return (B, Y, X, D) what `project` computes, by a GEMM with its weight.
+
+        The convolution of cuDNN may sum the weight gradient in a different order in every run.
+        """
         B, C, height, width = images.shape
         side = self.project.kernel_size[0]
         squares = images.view(B, C, height // side, side, width // side, side)
         pixels_BYXP = squares.permute(0, 2, 4, 1, 3, 5).flatten(3)
         weight_DP = self.project.weight.flatten(1)
-        tokens_BYXD = nn.functional.linear(pixels_BYXP, weight_DP, self.project.bias)
-        return cast(Tensor, self.norm(tokens_BYXD))
+        return nn.functional.linear(pixels_BYXP, weight_DP, self.project.bias)
 
 
 class PatchMerging(nn.Module):

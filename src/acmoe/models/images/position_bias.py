@@ -4,7 +4,8 @@ Shapes: W tokens a side of a full window, O = (2W - 1)^2 offsets, H heads, N tok
 """
 
 import math
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,28 @@ class PositionBias(nn.Module):
         """Draw parameters anew, and compute the constants again."""
         self.reset_constants()
 
+    def constants(self) -> dict[str, Tensor]:
+        """Return the values of the buffers, by name; they are not part of a checkpoint."""
+        with torch.device("cpu"):
+            return {"index": offset_index(self.window)}
+
     def reset_constants(self) -> None:
-        """Write the constants into the buffers, which are not part of a checkpoint."""
-        self.index.copy_(offset_index(self.window))
+        """Write the constants into the buffers."""
+        for name, value in self.constants().items():
+            self.get_buffer(name).copy_(value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast the module, and compute the constants of each new buffer.
+
+        A cast would round them for good, and `to_empty` leaves them undefined.
+        """
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, value in self.constants().items():
+            after = self.get_buffer(name)
+            if after is not before[name]:
+                setattr(self, name, value.to(after.device, after.dtype))
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load the parameters; `assign=True` leaves constants of a meta model to be computed."""
@@ -79,9 +99,9 @@ class NetworkBias(PositionBias):
         self.up = nn.Linear(2, self.hidden)
         self.down = nn.Linear(self.hidden, heads, bias=False)
 
-    def reset_constants(self) -> None:
-        super().reset_constants()
-        self.offsets.copy_(log_offsets(self.window))
+    def constants(self) -> dict[str, Tensor]:
+        with torch.device("cpu"):
+            return super().constants() | {"offsets": log_offsets(self.window)}
 
     def by_offset(self) -> Tensor:
         offsets_O2 = self.offsets.to(self.up.weight.dtype)

@@ -136,6 +136,8 @@ class SwinModel(ImageClassifier):
             # Swin-MoE initialises gates like its other weights, unless the config says otherwise.
             if isinstance(module, TopKRouter) and module.config.init == "uniform":
                 nn.init.trunc_normal_(module.embedding, std=self.config.init_std)
+                if module.fixed_length is not None:
+                    module.fixed_length.update()
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (B, D) mean over the last map, and the auxiliary losses."""

@@ -47,7 +47,7 @@ def generate(
     """Return (B, at most max_new_tokens): the tokens that follow each prompt.
 
     Args:
-        model: put in evaluation mode for the call.
+        model: put in evaluation mode for the call; then every module has its mode again.
         prompt: (B, L) ids, (L,) ids of one prompt, or a list of prompts of any lengths.
         max_new_tokens: the most tokens to add.
         prompt_mask: (B, L) True for real tokens of a padded prompt; padding is on the left.
@@ -73,12 +73,13 @@ def generate(
         generator = torch.Generator(device=device).manual_seed(seed)
     tokens_BL, mask_BL = batch_prompts(prompt, prompt_mask, model.config.vocab_size, device)
     draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         return _continue(model, tokens_BL, mask_BL, max_new_tokens, draw, stop_token, on_token)
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training
 
 
 def _continue(

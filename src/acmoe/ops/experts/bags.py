@@ -44,7 +44,7 @@ def sum_of_rows(y_ND: Tensor, inverse_N: Tensor, top_k: int) -> Tensor:
 
 def _bags(y_ND: Tensor, inverse_N: Tensor, top_k: int, weight_N: Tensor | None) -> Tensor:
     # Rows without a gradient: otherwise torch also returns what its own backward would read.
-    begin_T = torch.arange(0, inverse_N.numel(), top_k)
+    begin_T = torch.arange(0, inverse_N.numel(), top_k, device=inverse_N.device)
     found: tuple[Tensor, ...] = torch.embedding_bag(
         y_ND.detach(), inverse_N, begin_T, per_sample_weights=weight_N
     )
