@@ -117,6 +117,12 @@ def test_in_a_clone_a_trial_leaves_the_published_files_alone_unless_asked(
             ("synthetic", "--vocabulary", "9", "--list"),
             "study synthetic reads no --vocabulary 9; leave it out",
         ),
+        # Options that other settings of the study read.
+        (
+            ("nano", "--settings", "switch-nano", "--images", "5"),
+            "study nano reads no --images 5 with --settings switch-nano; leave it out",
+        ),
+        (("nano", "--settings", "swin", "--tokens", "9", "--list"), "reads no --tokens 9 with"),
         (("byte",), "did you mean bytes?"),
         (("bytes",), "give their folder with --data (docs/howto/study-data.md says what it holds)"),
         (("ablations", "--settings", "enwik8"), '--settings "switch-nano, standard library" reads'),
