@@ -63,8 +63,8 @@ ids, is only found and saved):
 
 - a fresh attach gives bitwise the logits of the plain model, in float32 and in bfloat16; `detach`
   gives them back; `save_pretrained` and `from_pretrained` keep every bit;
-- a training step has finite gradients and moves the statistics, and gradient checkpointing changes
-  no gradient (JetMoE has none);
+- a training step has finite gradients and updates the statistics, and gradient checkpointing
+  changes no gradient (JetMoE has none);
 - with `running` and `prefix` statistics no token sees a later one or another sequence (but for
   diffusion_gemma and openai_privacy_filter, which are not causal);
 - `set_experts_implementation("acmoe")` gives the logits of "eager". Where the remark says **own

@@ -18,8 +18,8 @@ from acmoe.routing.statistics.step import StepStatistics
 class AcmoePreTrainedModel(StatisticsBeside, PreTrainedModel):  # type: ignore[misc]
     """A model of this library in `self.model`, in the interface of transformers.
 
-    Running statistics are part of the state_dict and stay float32 in every dtype. They move by
-    themselves at every step of a `torch.optim.Optimizer`.
+    Running statistics are part of the state_dict and stay float32 in every dtype. Every step
+    of a `torch.optim.Optimizer` updates them.
     """
 
     config_class = AcmoeConfig
