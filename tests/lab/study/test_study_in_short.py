@@ -137,7 +137,7 @@ def test_fewer_than_three_pairs_are_not_tested_even_where_no_more_were_declared(
 @pytest.mark.parametrize("name, parts", [("long", ("enwik8",)), ("long-words", ())])
 def test_the_settings_of_a_choice_of_rates_differ_in_the_rate_alone(name, parts):
     study = STUDIES[name]
-    assert sorted(study.declared(setting) for setting in study.rates) == [1, 1, 4]
+    assert [study.declared(setting) for setting in study.rates] == [1, 4, 4]  # 0.0014 was chosen
     cells = study.cells(NOWHERE, Size(), (0,), parts)
     for condition in ("smoe", "adaptive-previous", "adaptive-current"):
         runs = [

@@ -55,7 +55,7 @@ LISTS: tuple[tuple[str, tuple[Verdict, ...], str], ...] = (
         INTERIM,
         ("interim",),
         "Some of the pairs that were declared before the runs are missing: there is no verdict "
-        "yet, whatever the interval is.",
+        "yet, whatever the interval is. The command of each line makes the missing runs.",
     ),
     (
         "### Secondary",

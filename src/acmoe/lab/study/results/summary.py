@@ -1,5 +1,6 @@
 """Summarise the records of a study: spreads, paired differences and corrected tests."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,6 +86,12 @@ class Group:
         return sorted({jobs_of(record) for record in self.records})
 
     @property
+    def timed_jobs(self) -> int:
+        """The number of cells at once whose step times are shown: that of the most runs."""
+        counts = Counter(map(jobs_of, self.records))
+        return min(counts, key=lambda jobs: (-counts[jobs], jobs))
+
+    @property
     def conditions(self) -> list[str]:
         """The conditions, in the order in which they first ran."""
         return list(dict.fromkeys(condition for condition, _ in self.runs))
@@ -92,14 +99,14 @@ class Group:
     def by_seed(self, condition: str, key: str) -> dict[int, float]:
         """Return a metric of a condition by seed; seeds without the metric are left out.
 
-        Times are those of the runs that shared the device with the fewest others.
+        Times are those of the runs with `timed_jobs` cells at once: others are not comparable.
         """
         return {
             seed: record["metrics"][key]
             for (name, seed), record in self.runs.items()
             if name == condition
             and key in record["metrics"]
-            and (key != STEP_TIME or jobs_of(record) == self.jobs[0])
+            and (key != STEP_TIME or jobs_of(record) == self.timed_jobs)
         }
 
     def lost(self, condition: str, baseline: str, key: str) -> int:

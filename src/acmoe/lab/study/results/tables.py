@@ -84,7 +84,7 @@ def _origin(summary: Summary, group: Group) -> str:
     commits = sorted({str(one.get("commit")) for one in environments})
     devices = sorted({str(one.get("device")) for one in environments})
     jobs = group.jobs
-    times = f" Step times are those of {jobs[0]} at once." if len(jobs) > 1 else ""
+    times = f" Step times are those of {group.timed_jobs} at once." if len(jobs) > 1 else ""
     return (
         f"`{'`, `'.join(commands)}`: {group.size}; commit {', '.join(commits)}; "
         f"{', '.join(devices)}, {' or '.join(map(str, jobs))} at once.{times}"
