@@ -121,7 +121,7 @@ def test_words_and_plain_routers_are_analysed_too(
     settings = ("data.name=words", f"model.vocab_size={size}", "steps=2", "eval_tokens=60")
     run = trained(tiny_run(corpus, *settings, router="smoe"), tmp_path / "run")
     assert acmoe("analyze", run, "--tokens", 64, "--contaminate", 0.1) == 0
-    assert "no layer reads its tokens in another one than the identity" in capsys.readouterr().out
+    assert "scale: M is the identity in every layer" in capsys.readouterr().out
     assert figures(run / "analysis") == {*CONTENT, "colored_text", "attack_changes"}
 
 
