@@ -4,8 +4,8 @@
     python examples/own_study.py --summarise
 
 The options are those of `acmoe study`; a run takes half a minute on two CPU cores. `--list` shows
-the runs, `--steps 20` makes them short. The results go to studies/records/tempered.jsonl, the
-tables to studies/tempered.md.
+the runs, `--steps 20` makes them short. The results go to runs/study/tempered.jsonl, the tables to
+runs/study/tempered.md.
 """
 
 import sys

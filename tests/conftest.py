@@ -1,9 +1,10 @@
-"""Fixtures of all tests: one thread, repeatable cases, seeds, poisoned memory, a browser."""
+"""Fixtures of all tests: one thread, repeatable cases, seeds, tiny runs, memory, a browser."""
 
 import functools
 import gc
 import signal
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +88,24 @@ def _library_read_once() -> Iterator[None]:
             ),
         )
         yield
+
+
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny language model's run."""
+    from tiny_runs import byte_corpus, tiny_run, trained  # most tests need no training loop
+
+    folder = tmp_path_factory.mktemp("text")
+    return trained(tiny_run(byte_corpus(folder), "steps=8", "eval_every=4"), folder / "run")
+
+
+@pytest.fixture(scope="module")
+def image_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny image classifier's run."""
+    from tiny_vision_runs import tiny_vision_run, trained_images
+
+    folder = tmp_path_factory.mktemp("images")
+    return trained_images(tiny_vision_run("steps=4"), folder / "run")
 
 
 @pytest.fixture(scope="module")

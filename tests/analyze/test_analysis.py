@@ -21,7 +21,6 @@ from acmoe.errors import UserError
 from acmoe.evaluate.images.attack import evaluate_attack
 from acmoe.evaluate.run import open_image_run
 from tiny_runs import byte_corpus, tiny_run, trained
-from tiny_vision_runs import tiny_vision_run, trained_images
 
 
 def layer(first: list[int], *, cluster: list[int] | None = None, scale: Tensor) -> LayerRecord:
@@ -135,18 +134,6 @@ def test_without_scikit_learn_everything_but_silhouettes_is_measured(
     assert found.layers[1].plain.by_cluster.silhouette is None
     assert found.layers[1].plain.by_cluster.within_share is not None
     assert any("pip install" in sentence for sentence in read(found))
-
-
-@pytest.fixture(scope="module")
-def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    return trained(tiny_run(byte_corpus(folder), "steps=8", "eval_every=4"), folder / "run")
-
-
-@pytest.fixture(scope="module")
-def image_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("images")
-    return trained_images(tiny_vision_run("steps=4"), folder / "run")
 
 
 def test_a_text_run_is_sampled_in_both_statistics_and_contaminated(text_run: Path) -> None:

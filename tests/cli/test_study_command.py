@@ -8,6 +8,7 @@ import pytest
 from started import METHOD, fork_server
 
 from acmoe.lab.study import pool
+from acmoe.lab.study.cell_queue import Tally
 from acmoe.lab.study.registry import STUDIES
 from acmoe.lab.study.results.page import markers
 from command_call import call
@@ -37,9 +38,7 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(method, capsys, mon
     code, out, err = call(capsys, "study", *command)
     assert code == 0, err
     assert "0 cells had a record, 2 done, 0 failed, 0 not started" in out
-    lines = [
-        json.loads(line) for line in Path("studies/records/bytes.jsonl").read_text().splitlines()
-    ]
+    lines = [json.loads(line) for line in Path("runs/study/bytes.jsonl").read_text().splitlines()]
     assert [line["condition"] for line in lines] == ["smoe", "adaptive-previous"]
     for line in lines:
         assert line["environment"]["commit"] == "0123abc"
@@ -67,15 +66,63 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(method, capsys, mon
     assert Path("out/bytes-differences.svg").is_file()
 
 
+CELL = ("synthetic", "--only", "smoe", "--settings", "layers 1, contrast 32.0")
+
+
+def test_in_a_clone_a_trial_leaves_the_published_files_alone_unless_asked(
+    capsys, monkeypatch, tmp_path
+):
+    ran = []
+
+    def run_cells(cells, results, **_):
+        ran.append(len(cells))
+        for cell in cells:
+            metrics = {metric.key: 0.5 for metric in STUDIES["synthetic"].compared}
+            end = {"digest": cell.digest, "status": "done", "metrics": metrics, "curves": {}}
+            results.add({**cell.to_json(), **end, "environment": {}, "options": ""})
+        return Tally(done=len(cells), failed=0, left=0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("acmoe.lab.study.pool.run_cells", run_cells)
+    Path("studies/records").mkdir(parents=True)
+    command = (*CELL, "--device", "cpu", "--seeds")
+    assert (
+        "(studies/records/synthetic.jsonl)"
+        in call(capsys, "study", *command, "0", "1", "--published")[1]
+    )
+    assert call(capsys, "study", "synthetic", "--summarise", "--published")[0] == 0
+    published = {path: path.read_bytes() for path in Path("studies").rglob("*.*")}
+    assert {Path("studies/records/synthetic.jsonl"), Path("studies/synthetic.md")} <= set(published)
+    # Cells that are published are no cells of the user: they run, and are continued there.
+    for _ in range(2):
+        assert "(runs/study/synthetic.jsonl)" in call(capsys, "study", *command, "0")[1]
+    assert ran == [2, 1, 0]
+    listed = call(capsys, "study", *CELL, "--list", "--seeds", "0", "1")[1].splitlines()[-1]
+    assert listed == "2 cells: 1 done, 0 failed, 1 left (runs/study/synthetic.jsonl)"
+    code, out, _ = call(capsys, "study", "synthetic", "--summarise")
+    assert code == 0 and out.splitlines()[0] == "runs/study/synthetic.md"
+    assert "--seeds 0`" in Path("runs/study/synthetic.md").read_text()
+    assert published == {path: path.read_bytes() for path in Path("studies").rglob("*.*")}
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ((), "no study given"),
+        (("nano", "--published"), "--published, but there is no folder studies/records here; run"),
+        (("nano", "--published", "--out", "x"), "--out x and --published both name the results"),
+        (("--evidence", "page.md", "--published"), "--published has no effect with --evidence"),
         (("synthetic", "--megabytes", "3", "--brief"), "reads no --megabytes 3 --brief"),
         (
             ("synthetic", "--vocabulary", "9", "--list"),
             "study synthetic reads no --vocabulary 9; leave it out",
         ),
+        # Options that other settings of the study read.
+        (
+            ("nano", "--settings", "switch-nano", "--images", "5"),
+            "study nano reads no --images 5 with --settings switch-nano; leave it out",
+        ),
+        (("nano", "--settings", "swin", "--tokens", "9", "--list"), "reads no --tokens 9 with"),
         (("byte",), "did you mean bytes?"),
         (("bytes",), "give their folder with --data (docs/howto/study-data.md says what it holds)"),
         (("ablations", "--settings", "enwik8"), '--settings "switch-nano, standard library" reads'),
@@ -176,17 +223,8 @@ def test_an_interrupted_study_says_what_is_done_and_how_to_continue(capsys, monk
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("acmoe.lab.study.pool.run_cells", interrupted)
-    command = (
-        "synthetic",
-        "--seeds",
-        "0",
-        "1",
-        "--only",
-        "smoe",
-        "--settings",
-        "layers 1, contrast 32.0",
-    )
-    code, _, err = call(capsys, "study", *command, "--out", "r.jsonl", "--device", "cpu")
+    command = (*CELL, "--seeds", "0", "1", "--out", "r.jsonl", "--device", "cpu")
+    code, _, err = call(capsys, "study", *command)
     assert code == 130
     assert err.splitlines()[-1] == (
         "acmoe: interrupted; 1 of 2 cells are done, in r.jsonl; give the same command again to "

@@ -21,7 +21,7 @@ def test_the_cells_of_a_study_can_be_listed_without_running_them(capsys, monkeyp
     assert code == 0
     *cells, total = out.splitlines()
     left = f"{len(cells)} cells: 0 done, 0 failed, {len(cells)} left"
-    assert total == f"{left} (studies/records/synthetic.jsonl)"
+    assert total == f"{left} (runs/study/synthetic.jsonl)"
     assert all("/ smoe / seed" in cell for cell in cells)
     assert list(tmp_path.iterdir()) == []
 
@@ -75,7 +75,7 @@ def test_without_data_a_record_of_any_data_is_that_of_its_cell(
     capsys, monkeypatch, arguments, total
 ):
     monkeypatch.chdir(ROOT)
-    code, out, _ = call(capsys, "study", *arguments, "--list")
+    code, out, _ = call(capsys, "study", *arguments, "--list", "--published")
     cells, last = cells_of(out)
     assert code == 0 and last.startswith(total)
     lines = (ROOT / f"studies/records/{arguments[0]}.jsonl").read_text().splitlines()
@@ -91,7 +91,8 @@ def test_without_data_a_record_of_any_data_is_that_of_its_cell(
 def test_another_option_or_seed_is_another_cell(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     for changed in (("lr=0.5",), ("--steps", "7"), ("--seeds", "99"), ("--tokens", "64")):
-        _, out, _ = call(capsys, "study", "nano", "--list", *changed, "--settings", "switch-nano")
+        where = ("--list", "--published", "--settings", "switch-nano")
+        _, out, _ = call(capsys, "study", "nano", *changed, *where)
         assert ": 0 done, 0 failed" in cells_of(out)[1], changed
 
 
@@ -103,7 +104,7 @@ def test_with_data_only_records_of_the_same_data_count(capsys, monkeypatch, tmp_
     code, out, _ = call(capsys, "study", *command, *given)
     ((digest, end, _),), total = cells_of(out)
     assert (code, end) == (0, "left")
-    assert total == "1 cells: 0 done, 0 failed, 1 left (studies/records/bytes.jsonl)"
+    assert total == "1 cells: 0 done, 0 failed, 1 left (runs/study/bytes.jsonl)"
     assert len(digest) == 16
     # A record of the same cell, whose data were others.
     shutil.rmtree("runs")

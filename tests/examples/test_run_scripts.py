@@ -114,7 +114,7 @@ def compare_own_router(sender):
 
 
 def check_record():
-    (record,) = map(json.loads, Path("studies/records/tempered.jsonl").read_text().splitlines())
+    (record,) = map(json.loads, Path("runs/study/tempered.jsonl").read_text().splitlines())
     assert (record["study"], record["condition"], record["status"]) == (
         *("tempered", "adaptive-tempered"),
         "done",

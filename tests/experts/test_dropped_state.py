@@ -35,6 +35,7 @@ def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     monkeypatch.setattr(rescaling, "PATIENCE", 6)
     monkeypatch.setattr(rescaling._Calls, "without", 0)
     monkeypatch.setattr(rescaling._Calls, "passed", False)
+    monkeypatch.setattr(rescaling._Calls, "routers", set())
     caplog.set_level(logging.WARNING, logger="acmoe")
     return caplog
 
@@ -70,6 +71,16 @@ def test_layers_that_get_their_states_say_nothing(kind: str, logged: Any) -> Non
         y, state = call(first, x, None)
         call(second, y, state)
     assert logged.messages == []
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_one_layer_alone_may_be_the_first_stage_of_a_pipeline(kind: str, logged: Any) -> None:
+    first, other = pair(kind)
+    for _ in range(12):
+        call(first, torch.randn(2, 5, 6), None)  # the state is for another process
+    assert logged.messages == []
+    call(other, torch.randn(2, 5, 6), None)
+    assert len(logged.messages) == 1
 
 
 def test_plain_layers_and_evaluations_say_nothing(logged: Any) -> None:

@@ -272,7 +272,9 @@ def test_what_cannot_be_attached_or_detached_is_refused() -> None:
     ours = AcmoeForCausalLM(AcmoeConfig.of(ours.config), ours)
     with pytest.raises(UserError, match="build the model with router='adaptive' instead"):
         acmoe.attach(ours)
-    with pytest.raises(UserError, match="is a model of acmoe, whose statistics move in training"):
+    with pytest.raises(
+        UserError, match="is a model of acmoe, whose statistics are updated in training"
+    ):
         acmoe.calibrate(ours, [ids()])
 
 

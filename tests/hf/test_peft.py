@@ -95,7 +95,7 @@ def test_an_adapter_and_its_statistics_are_saved_and_loaded(
     monkeypatch.setattr(dispatch, "_logged", set())
     with caplog.at_level(logging.WARNING, logger="acmoe"):
         assert not torch.equal(logits(loaded, **X), expected)
-    assert "running statistics that no batch has moved" in caplog.text
+    assert "running statistics that no batch has updated" in caplog.text
     acmoe.hf.load_statistics(loaded, tmp_path)
     assert torch.equal(logits(loaded, **X), expected)
     measure = acmoe.attach(build("mixtral"), AdaptiveConfig(measure="std"))

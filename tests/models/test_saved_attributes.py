@@ -19,6 +19,14 @@ def set_capacity(model: LanguageModel) -> None:
     model.moe_layers()[0].capacity_factor = 1.25
 
 
+def set_tensor(model: LanguageModel) -> None:
+    model.moe_layers()[0].capacity_factor = torch.tensor(1.25)
+
+
+def set_tensors(model: LanguageModel) -> None:
+    model.blocks[0].attention.dropout = torch.zeros(2, 3)
+
+
 def set_dropout(model: LanguageModel) -> None:
     model.blocks[0].dropout.p = 0.5
 
@@ -42,6 +50,8 @@ def set_config(model: LanguageModel) -> None:
 
 CHANGES: dict[Callable[[LanguageModel], None], str] = {
     set_capacity: r"layer\.capacity_factor=1\.25, not None \(1 in all\)",
+    set_tensor: r"layer\.capacity_factor=1\.25, not None \(1 in all\)",
+    set_tensors: r"attention\.dropout='tensor\(2, 3\)', not 0\.0 \(1 in all\)",
     set_dropout: r"blocks\.0\.dropout\.p=0\.5, not 0\.0 \(1 in all\)",
     set_module: r"blocks\.0\.dropout=Identity, not Dropout \(1 in all\)",
     set_strength: r"router\.config\.strength=0\.5, not None \(1 in all\)",

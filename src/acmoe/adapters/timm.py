@@ -5,7 +5,7 @@ A timm training script sees logits alone. The caller must take care of two thing
   - the experts' capacity of Swin, which also holds in `eval()`: score inside
     `acmoe.models.capacity.override_capacity(model, None)`, or images of a batch change each
     other's logits.
-The running statistics move by themselves at every optimizer step.
+Every optimizer step updates the running statistics.
 """
 
 import importlib

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from acmoe.cli.study_cells import Selection
+    from acmoe.cli.study_files import StudyFiles
     from acmoe.lab.study.cell import Cell
-    from acmoe.lab.study.cell_queue import OnEvent, Tally
-    from acmoe.lab.study.results.records import Record, Results
     from acmoe.lab.study.size import Size
 
 # Options that say how cells are run, not which.
@@ -37,7 +36,10 @@ class Study:
     """Folder that holds the data sets (enwiki15-bytes, imagenette, ...); studies on synthetic data
     need none."""
     out: Path | None = None
-    """File for the results, one JSON line per cell; studies/records/NAME.jsonl if not given."""
+    """File for the results, one JSON line per cell; runs/study/NAME.jsonl if not given."""
+    published: bool = False
+    """Use the published results of the repository, in a clone of it: studies/records/NAME.jsonl,
+    the page studies/NAME.md and the folder studies/figures."""
     work: Path = Path("runs/study")
     """Folder for prepared data, which all cells share."""
     scratch: Path | None = None
@@ -91,10 +93,10 @@ class Study:
     """Write the table of the paper's claims, each beside the results of all studies, into this page
     and stop. Give no NAME with it."""
     page: Path | None = None
-    """The page to write the tables into, between the study's markers; studies/NAME.md if not given.
-    A page that does not exist is begun."""
-    pictures: Path = Path("studies/figures")
-    """Folder for the figures."""
+    """The page to write the tables into, between the study's markers; runs/study/NAME.md if not
+    given. A page that does not exist is begun."""
+    pictures: Path | None = None
+    """Folder for the figures; runs/study/figures if not given, studies/figures with --evidence."""
 
     def run(self) -> int:
         from acmoe.errors import check
@@ -111,7 +113,8 @@ class Study:
         study_of(self.study)  # raises on an unknown name before any file is read
         drawn = ("page", "pictures")
         if self.summarise:  # every record of the file is summarised
-            check_read(self, ("study", "summarise", "out", *drawn), "with --summarise")
+            read = ("study", "summarise", "out", "published", *drawn)
+            check_read(self, read, "with --summarise")
             return self._summarise()
         run = [one.name for one in fields(self) if one.name not in drawn]
         check_read(self, run, "without --summarise")
@@ -146,15 +149,26 @@ class Study:
             self.address is None or self.engine == "ray",
             f"--address {self.address} is of a Ray cluster; give --engine ray too",
         )
-        check_can_append(self._results)
+        check_can_append(self._files.records)
         if self.scratch is not None:
             check_can_fill(self.scratch)
         if self.engine == "pool":  # a node of Ray looks for the device itself
             pick_device(self.device)
 
     @property
-    def _results(self) -> Path:
-        return self.out or Path("studies/records") / f"{self.study}.jsonl"
+    def _files(self) -> "StudyFiles":
+        """The files of the study: those that are given, else the user's own or the published."""
+        from acmoe.cli.study_files import StudyFiles, own_files, published_files
+        from acmoe.errors import check
+
+        check(
+            self.out is None or not self.published,
+            f"--out {self.out} and --published both name the results; leave one out",
+        )
+        found = published_files(self.study) if self.published else own_files(self.study)
+        return StudyFiles(
+            self.out or found.records, self.page or found.page, self.pictures or found.pictures
+        )
 
     def _size(self) -> "Size":
         from acmoe.lab.study.size import Size
@@ -194,94 +208,41 @@ class Study:
         from acmoe.lab.study.results.records import DONE, FAILED, read_results
 
         cells = self._selection().unread() if self.data is None else self._cells()
-        records = read_results(self._results) if self._results.is_file() else []
+        path = self._files.records
+        records = read_results(path) if path.is_file() else []
         found = ended(cells, records)
         for cell, digest, end in found:
             print(f"{digest or '-':16}  {end:6}  {cell.name}  ({cell.size})")
         ends = [one.end for one in found]
         counts = ", ".join(f"{ends.count(end)} {end}" for end in (DONE, FAILED, LEFT))
         unread = "; data not compared" if any(cell.data == UNREAD for cell in cells) else ""
-        print(f"{len(cells)} cells: {counts} ({self._results}{unread})")
+        print(f"{len(cells)} cells: {counts} ({path}{unread})")
         return 0
 
     def _run(self, cells: "Sequence[Cell]") -> int:
-        from acmoe.lab.study.environment import study_environment
-        from acmoe.lab.study.progress import StudyProgress
-        from acmoe.lab.study.results.records import DONE, FAILED, open_results
+        from acmoe.cli.study_run import StudyRun
 
-        skipped = {DONE} if self.retry else {DONE, FAILED}
-        if self.scratch is not None:
-            self.scratch.mkdir(parents=True, exist_ok=True)
-        with open_results(self._results) as results:
-            left = [cell for cell in cells if results.status(cell.digest) not in skipped]
-            origin: Record = {
-                # A Ray worker adds the environment of its node; this process may have no GPU.
-                "environment": study_environment(
-                    "auto" if self.engine == "ray" else self.device, jobs=self.jobs
-                ),
-                "options": self._size().text,
-            }
-            run = self._run_on_ray if self.engine == "ray" else self._run_in_pool
-            try:
-                with StudyProgress(self.study, len(cells), len(cells) - len(left)) as progress:
-                    tally = run(left, results, origin, progress)
-            except KeyboardInterrupt:
-                done = sum(results.status(cell.digest) == DONE for cell in cells)
-                raise KeyboardInterrupt(
-                    f"{done} of {len(cells)} cells are done, in {self._results}; give the same "
-                    "command again to continue"
-                ) from None
-        print(
-            f"{self.study}: {len(cells) - len(left)} cells had a record, {tally.done} done, "
-            f"{tally.failed} failed, {tally.left} not started for lack of time ({self._results})"
-        )
-        return 1 if tally.failed else 0
-
-    def _run_in_pool(
-        self, cells: "Sequence[Cell]", results: "Results", origin: "Record", on_event: "OnEvent"
-    ) -> "Tally":
-        from acmoe.lab.study.pool import run_cells
-
-        return run_cells(
-            cells,
-            results,
+        run = StudyRun(
+            study=self.study,
+            records=self._files.records,
+            options=self._size().text,
+            ray=self.engine == "ray",
+            address=self.address,
             jobs=self.jobs,
             scratch=self.scratch,
             minutes=self.minutes,
-            origin=origin,
-            on_event=on_event,
-        )
-
-    def _run_on_ray(
-        self, cells: "Sequence[Cell]", results: "Results", origin: "Record", on_event: "OnEvent"
-    ) -> "Tally":
-        from acmoe.lab.study.cluster import run_on_cluster
-        from acmoe.lab.study.ray_cluster import ray_cluster
-        from acmoe.lab.study.ray_worker import Job
-
-        job = Job(
-            jobs=self.jobs,
+            retry=self.retry,
             device=self.device,
-            scratch=None if self.scratch is None else self.scratch.resolve(),
-            commit=origin["environment"]["commit"],
         )
-        with ray_cluster(self.address, job) as cluster:
-            return run_on_cluster(
-                cells, results, cluster, minutes=self.minutes, origin=origin, on_event=on_event
-            )
-
-    def _check_can_draw(self, page: Path) -> None:
-        """Raise before the work begins, if the page or its figures could not be written."""
-        from acmoe.storage.writable import check_can_fill, check_can_write
-
-        check_can_write(page)
-        check_can_fill(self.pictures)
+        return run.run(cells)
 
     def _evidence(self, page: Path) -> int:
+        from acmoe.cli.study_files import PUBLISHED, PUBLISHED_RECORDS
         from acmoe.lab.study.evidence.page import write_evidence
 
-        self._check_can_draw(page)
-        for path in write_evidence(page, Path("studies/records"), self.pictures):
+        pictures = self.pictures or PUBLISHED / "figures"
+        _check_can_draw(page, pictures)
+        for path in write_evidence(page, PUBLISHED_RECORDS, pictures):
             print(path)
         return 0
 
@@ -289,11 +250,19 @@ class Study:
         from acmoe.lab.study.registry import study_of
         from acmoe.lab.study.results.report import report
 
-        page = self.page or Path("studies") / f"{self.study}.md"
-        self._check_can_draw(page)
-        for path in report(study_of(self.study), self._results, page, self.pictures):
+        files = self._files
+        _check_can_draw(files.page, files.pictures)
+        for path in report(study_of(self.study), files.records, files.page, files.pictures):
             print(path)
         return 0
+
+
+def _check_can_draw(page: Path, pictures: Path) -> None:
+    """Raise before the work begins, if the page or its figures could not be written."""
+    from acmoe.storage.writable import check_can_fill, check_can_write
+
+    check_can_write(page)
+    check_can_fill(pictures)
 
 
 def _list_studies() -> int:

@@ -73,6 +73,6 @@ class Selection:
     @property
     def _meant(self) -> str:
         """The study, or the settings of it that need no data."""
-        if not self.study.reads_data:
+        if not self.study.reads():
             return f"the study {self.study.name!r}"
         return "--settings " + " ".join(self.settings)

@@ -64,8 +64,8 @@ def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
         check(seen > 0, "batches is empty; pass tensors of token ids, or dicts of model inputs")
         check(
             _on_any(measured, groups),
-            f"batches: in none of {seen} two tokens have the same first choice, so no average has "
-            "moved; pass more tokens in a batch",
+            f"batches: in none of {seen} two tokens have the same first choice, so no average was "
+            "updated; pass more tokens in a batch",
         )
     return model
 
@@ -111,8 +111,8 @@ def _statistics(model: nn.Module) -> list[ClusterStatistics]:
     parts = attached_parts(model).values()
     check(
         bool(parts) or not has_statistics(model),
-        f"{type(model).__name__} is a model of acmoe, whose statistics move in training; calibrate "
-        "is for models that acmoe.attach has made adaptive",
+        f"{type(model).__name__} is a model of acmoe, whose statistics are updated in training; "
+        "calibrate is for models that acmoe.attach has made adaptive",
     )
     check(
         bool(parts),

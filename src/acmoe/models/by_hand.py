@@ -3,10 +3,13 @@
 A saved model is its tensors and its config, so that a loaded one has the attributes of its config.
 """
 
+import warnings
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from acmoe.ops.checks import has_values
 
 LEFT_OUT = {
     *("training", "checkpoint_blocks", "balance_group"),  # how a model runs
@@ -16,6 +19,18 @@ LEFT_OUT = {
     *("group_name", "found_group", "everywhere", "forwards", "has_pending"),
 }
 Value = bool | int | float | str | tuple | None  # type: ignore[type-arg]
+
+
+def warn_of_attributes(model: nn.Module, built: nn.Module, *, stacklevel: int) -> None:
+    """Warn if a loaded model, such as `built`, would lack what was set on `model` by hand."""
+    changes = set_by_hand(model, built)
+    if changes:
+        warnings.warn(
+            f"{type(model).__name__} is saved with the attributes of its config, and was changed: "
+            f"{'; '.join(changes[:3])} ({len(changes)} in all); set them again after loading, or "
+            "build the model with a config that has them",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def set_by_hand(model: nn.Module, built: nn.Module) -> list[str]:
@@ -39,7 +54,12 @@ def set_by_hand(model: nn.Module, built: nn.Module) -> list[str]:
 
 
 def _difference(name: str, now: Any, built: Any) -> list[str]:
-    """Return how two values or two configs differ; other objects are not compared."""
+    """Return how two values or two configs differ, or that a tensor is in the place of a value.
+
+    Other objects are not compared.
+    """
+    if isinstance(now, Tensor) and isinstance(built, Value):
+        now = now.item() if now.numel() == 1 and has_values(now) else f"tensor{tuple(now.shape)}"
     if is_dataclass(built) and type(now) is type(built):
         of_fields = (
             _difference(f"{name}.{each.name}", getattr(now, each.name), getattr(built, each.name))

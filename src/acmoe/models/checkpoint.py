@@ -9,7 +9,6 @@ In a checkpoint that several processes wrote, the weights are in the folder `sha
 import contextlib
 import os
 import uuid
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import acmoe
 from acmoe.config.serialize import decode, encode, flatten
 from acmoe.errors import UserError, check
 from acmoe.experts.old_names import current_name
-from acmoe.models.by_hand import set_by_hand
+from acmoe.models.by_hand import warn_of_attributes
 from acmoe.models.registry import FAMILIES
 from acmoe.storage.atomic import report_write_errors, sha256_of, sync
 from acmoe.storage.sealed import SEALED, read_sealed, write_sealed
@@ -45,7 +44,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     with torch.device("meta"):
         built = FAMILIES[_family(model)].build(model.config)
     _check_loadable(model, built, tensors)
-    _warn_of_attributes(model, built)
+    warn_of_attributes(model, built, stacklevel=2)
     with report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with _replacing(folder) as draft:
@@ -77,18 +76,6 @@ def write_config(model: nn.Module, folder: Path, weights: str, digest: str) -> N
         "model": encode(model.config),
     }
     write_sealed(folder / "config.json", document)
-
-
-def _warn_of_attributes(model: nn.Module, built: nn.Module) -> None:
-    """Warn if a loaded model would lack attributes or modules that were set by hand."""
-    changes = set_by_hand(model, built)
-    if changes:
-        warnings.warn(
-            f"{type(model).__name__} is saved with the attributes of its config, and was changed: "
-            f"{'; '.join(changes[:3])} ({len(changes)} in all); set them again after loading, or "
-            "build the model with a config that has them",
-            stacklevel=3,
-        )
 
 
 def _check_loadable(model: nn.Module, built: nn.Module, tensors: Mapping[str, Tensor]) -> None:

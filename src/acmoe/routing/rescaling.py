@@ -5,8 +5,9 @@ each layer then is a first one, and routes as its base router; `count_state` war
 """
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig
@@ -56,21 +57,28 @@ class _Calls:
     """Training calls of layers with such routers in this process."""
 
     without = 0  # calls that got no state, before the first that got one
+    routers: ClassVar[set[int]] = set()  # ids of the routers in these calls
     passed = False  # True: a call got a state
 
 
 def count_state(router: Router, state: RoutingState | None) -> None:
-    """Count a training call; warn once if PATIENCE of them came and none got a state."""
+    """Count a training call; warn once if PATIENCE of them came and none got a state.
+
+    One layer alone may be the first of a pipeline, whose state another process gets. So the warning
+    needs calls of two.
+    """
     if router.training and isinstance(router, RescalingRouter):
-        _count(state is not None)
+        # A compiled graph must not depend on the id: equal blocks share one graph.
+        _count(0 if torch.compiler.is_compiling() else id(router), state is not None)
 
 
-def _count(passed: bool) -> None:
+def _count(router: int, passed: bool) -> None:
     if _Calls.passed:
         return
     _Calls.passed = passed
     _Calls.without += not passed
-    if _Calls.without == PATIENCE:
+    _Calls.routers.add(router)
+    if _Calls.without >= PATIENCE and len(_Calls.routers) > 1:
         log_once(
             f"{PATIENCE} training calls of adaptive layers, and none got the state of a layer "
             "before it, so that all of them route as the plain router: pass it on, "

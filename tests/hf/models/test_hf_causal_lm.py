@@ -34,6 +34,17 @@ def test_saved_in_shards_and_loaded_all_bits_are_the_same(pair, prompts, tmp_pat
     assert all(int(buffer.count_nonzero()) == 0 for buffer in pending)
 
 
+def test_an_attribute_that_was_set_by_hand_is_named_when_the_model_is_saved(tmp_path):
+    ours = wrapped(language_model("adaptive"))
+    ours.model.moe_layers()[0].capacity_factor = 1.25
+    says = r"capacity_factor=1\.25, not None \(1 in all\); set them again after loading"
+    with pytest.warns(UserWarning, match=says):
+        ours.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert same_state(loaded, ours) and loaded.model.moe_layers()[0].capacity_factor is None
+    loaded.save_pretrained(tmp_path)  # without a warning
+
+
 def test_bfloat16_weights_keep_float32_statistics(pair, tmp_path):
     _, ours = pair
     ours.save_pretrained(tmp_path)

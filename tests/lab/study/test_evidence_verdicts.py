@@ -41,7 +41,7 @@ def test_fewer_pairs_than_declared_have_no_verdict_whatever_the_interval() -> No
         assert f"| {n} | 10.0% |" in text
         refuted, rest = text.split("## Cannot tell")
         assert ("bits: a" in refuted) == (verdict == "refuted")
-        listed = f"({n} declared pairs), the paper -5.00%" in rest.split("### Interim")[-1]
+        listed = f"- bits: a ({n} pairs); `acmoe study" in rest.split("### Interim")[-1]
         assert listed == ("outside; pairs are missing" in text) == (verdict == "interim")
         assert ("1 more has fewer pairs" in headline([row])) == (verdict == "interim")
 
@@ -123,10 +123,10 @@ def test_pairs_of_two_commits_and_runs_that_diverged_are_named() -> None:
     assert (row.pairs, row.crossing, row.diverged) == (2, 2, (0, 1))
     text = evidence_markdown([row], [])
     assert "different commits: adaptive-previous in a (2)." in text
-    assert "(2 of 4 declared pairs), the paper -5.00%; runs that diverged: 0 adap" in text
+    assert "- bits: a (2 of 4 pairs, runs that diverged: 0 adaptive-previous, 1 smoe); `" in text
     (stopped,) = evidence_rows([claim], {"long": records[4:]})
     assert (stopped.pairs, stopped.verdict) == (0, "interim")
-    assert "bits: a, no figures (0 of 4 declared pairs)" in evidence_markdown([stopped], [])
+    assert "- bits: a (0 of 4 pairs, runs that diverged: 0 ad" in evidence_markdown([stopped], [])
 
 
 def test_an_unfinished_setting_changes_no_finished_row() -> None:
@@ -176,7 +176,7 @@ def test_a_pair_that_diverged_was_run_and_leaves_no_verdict() -> None:
     assert (row.pairs, row.ran, row.interim, row.verdict) == (3, 4, False, "unknown")
     assert row.verdict_alone == "unknown"
     text = evidence_markdown([row], []).split("## Cannot tell")[1]
-    assert "(n = 3), the paper -5.00%; runs that diverged: 0 adaptive-previous, 1 smoe" in text
+    assert "- bits: a (n = 3, runs that diverged: 0 adaptive-previous, 1 smoe)" in text
     records[0] = {**records[0], "metrics": {}}  # a run that was not asked for this figure
     (row,) = evidence_rows([claim], {"long": records})
     assert (row.pairs, row.ran, row.verdict) == (3, 3, "interim")
@@ -188,9 +188,19 @@ def test_a_gain_below_the_papers_is_called_smaller() -> None:
         (row,) = evidence_rows([replace(CLAIM, settings=("a",))], {"long": pairs(values)})
         assert (row.verdict, row.below_paper, row.inside) == ("supported", smaller, not smaller)
         text = evidence_markdown([row], []).split("## In favour")[1].split("\n## ")[0]
-        assert ("the paper -5.00%, which the interval excludes as too large" in text) == smaller
+        assert ("- bits: a (less than the paper's gain)\n" in text) == smaller
         assert (", a smaller gain than the paper's)" in headline([row])) == smaller
         assert "on the side of a gain (3 pairs, " in headline([row])
+
+
+def test_a_row_that_cannot_tell_says_how_many_pairs_would() -> None:
+    """With a detectable 15 % of 4 pairs, the paper's 5 % need 9 times as many: 36."""
+    ours = PooledDifference(4, -1.0, -12.0, 10.0, 15.0)
+    row = Row(claim=CLAIM, setting="a", ours=ours, share=0.1)
+    enough = replace(row, setting="b", ours=PooledDifference(4, -4.0, -8.0, 0.1, 4.5))
+    assert row.verdict == enough.verdict == "undecided"
+    text = evidence_markdown([row, enough], []).split("## Cannot tell")[1].split("\n## ")[0]
+    assert "\n- bits: a (needs 36 pairs); b\n" in text + "\n"
 
 
 def test_a_loss_is_told_from_a_gain_that_is_too_small() -> None:
@@ -199,8 +209,7 @@ def test_a_loss_is_told_from_a_gain_that_is_too_small() -> None:
         (row,) = evidence_rows([replace(CLAIM, settings=("a",))], {"long": pairs(values)})
         assert (row.verdict, row.is_loss) == ("refuted", loss)
         text = evidence_markdown([row], []).split("## Refuted")[1].split("\n## ")[0]
-        said = "the paper -5.00%; the interval also excludes zero, on the side of a loss"
-        assert (said in text) == loss
+        assert f"- bits: a{' (a loss)' if loss else ''}\n" in text
         assert (
             "gain (1 of them also excludes zero, on the side of a loss)," in headline([row])
         ) == loss

@@ -37,7 +37,7 @@ def test_the_command_of_missing_runs_selects_exactly_these() -> None:
     """Each claim and setting: two conditions, and as many seeds as pairs were declared."""
     for claim in (claim for claim in CLAIMS if claim.declared is not None):
         words = shlex.split(command_text(claim, claim.settings))
-        name, end = words[2], len(words)
+        name, end = words[2], words.index("--published")
         settings, only, seeds = (
             words[words.index(option) + 1 : min(end, *stops)]
             for option, stops in (
@@ -57,8 +57,9 @@ def test_missing_runs_stand_beside_their_command() -> None:
     claim = replace(CLAIM, declared=4)
     text = evidence_markdown(evidence_rows([claim], {"long": pairs([0.1, 0.0, -0.1])}), [])
     command = 'acmoe study long --data DATA --settings "{}" --only smoe adaptive-previous'
-    assert f"; `{command.format('a')} --seeds 0 1 2 3` makes the missing runs" in text
-    assert f"- bits: b; `{command.format('b')} --seeds 0 1 2 3`" in text
+    rest = "--seeds 0 1 2 3 --published"
+    assert f"- bits: a (3 of 4 pairs); `{command.format('a')} {rest}`" in text
+    assert f"- bits: b; `{command.format('b')} {rest}`" in text
     own = replace(claim, plain=None, adaptive=None, title="our own idea: x")
     text = evidence_markdown(evidence_rows([own], {"long": pairs([0.1])}), [])
     assert text.count("makes the missing runs.") == 2

@@ -151,21 +151,46 @@ def test_every_ablation_of_a_card_is_one_of_a_cpu_that_reads_no_data():
     assert study.reads(()) and study.reads(("nano", "enwik8")) and STUDIES["bytes"].reads(("nano",))
     assert not STUDIES["synthetic"].reads(())
     everything = study.cells(NOWHERE, Size(), (0,), settings=("nano", "enwik8"))
-    assert len({cell.setting for cell in everything}) == 3
+    assert {cell.setting for cell in everything} == {TEXT_SETTING, "switch-enwik8, pre-norm"}
 
 
 @pytest.mark.parametrize("name", ["long", "ablations", "remedies"])
 def test_a_part_of_names_of_both_kinds_selects_settings_of_both(name):
     study = STUDIES[name]
     listed = [cell.setting for cell in cells_of(name, seeds=(0,))]
-    free, reading = set(study.free_settings), set(study.data_free.others)
-    assert set(listed) == free | reading and not free & reading
+    free, reading = set(study.free_settings), set(study.settings) - set(study.free_settings)
+    assert set(listed) == free | reading
     found = study.cells(NOWHERE, Size(), (0,), settings=("switch",))
     assert {cell.setting for cell in found} == free | reading
     assert study.reads(("switch",)) and not study.reads(("nano",))
-    (first, *_) = study.data_free.others
-    found = study.cells(NOWHERE, Size(), (0,), settings=(first,))
-    assert {cell.setting for cell in found} == reading
+    first = study.parts[0].settings
+    found = study.cells(NOWHERE, Size(), (0,), settings=first[:1])
+    assert {cell.setting for cell in found} == set(first)
+
+
+@pytest.mark.parametrize("name", ["long", "words", "ablations", "remedies", "nano"])
+def test_the_parts_of_a_study_name_the_settings_of_their_cells(name):
+    for part in STUDIES[name].parts:
+        found = [cell.setting for cell in part.grid(NOWHERE, Size(), (0,))]
+        assert tuple(dict.fromkeys(found)) == part.settings
+
+
+class BytesOnly(Listed):
+    def words(self, parts, vocabulary):
+        raise AssertionError("no selected cell reads words")
+
+
+def test_only_data_and_options_of_selected_settings_are_read():
+    nowhere = BytesOnly(data=Path("data"), work=Path("work"))
+    found = STUDIES["ablations"].cells(nowhere, Size(), (0,), ("switch-enwik8",))
+    assert {cell.config.data.name for cell in found} == {"bytes"}
+    STUDIES["words"].cells(NOWHERE, Size(brief=True), (0,), ("dropout 0.1",))
+    with pytest.raises(UserError, match="reads no --brief with --settings glam-small; leave it"):
+        STUDIES["words"].cells(NOWHERE, Size(brief=True), (0,), ("glam-small",))
+    # An override of a language model, which an image classifier does not have.
+    size = Size(overrides=("model.block=16",))
+    found = STUDIES["nano"].cells(NOWHERE, size, (0,), ("switch-nano",))
+    assert {cell.config.model.block for cell in found} == {16}
 
 
 def test_a_nano_ablation_begins_as_the_nano_study_does():

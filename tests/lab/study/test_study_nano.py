@@ -45,7 +45,7 @@ def materials(tmp_path_factory):
 
 @functools.cache
 def grid_of(materials, size, seeds):
-    return NANO.grid(materials, size, seeds)
+    return NANO.cells(materials, size, seeds)
 
 
 def cells_of(materials, setting, size=SHORT, seeds=(0, 1)):
@@ -53,7 +53,7 @@ def cells_of(materials, setting, size=SHORT, seeds=(0, 1)):
 
 
 def test_the_grid_is_fifty_cells_of_the_recipes_models(materials):
-    cells = NANO.grid(materials, SHORT, range(NANO.seeds))
+    cells = NANO.cells(materials, SHORT, range(NANO.seeds))
     assert len(cells) == 50  # 5 seeds of 6 routers on text and of 4 on images
     kept = ("lr", "batch", "schedule", "min_lr", "clip", "precision", "weight_decay")
     recipes = {TEXT_SETTING: recipe("switch-nano"), IMAGE_SETTING: recipe("swin-nano")}
@@ -113,7 +113,7 @@ def test_the_text_is_the_running_pythons_and_no_data_folder_is_read(materials):
     assert cell.data == text.fingerprint
     assert cell.data != materials.stdlib(0.05).fingerprint
     assert not materials.data.exists()
-    assert not NANO.reads_data
+    assert not NANO.reads()
 
 
 def test_all_digits_are_attacked_and_pgd_can_cross_the_ball(materials):
@@ -137,7 +137,7 @@ def test_a_nano_cell_has_the_size_that_is_asked_for(materials):
     for run in (text.config, images.config):
         assert (run.steps, run.warmup, run.eval_every, run.lr) == (30, 3, 5, 1e-3)
         assert run.device == "cpu"
-    (brief, *_) = cells_of(materials, IMAGE_SETTING, replace(size, brief=True))
+    (brief, *_) = cells_of(materials, IMAGE_SETTING, replace(size, images=None, brief=True))
     assert brief.tests.attacks == ()
 
 

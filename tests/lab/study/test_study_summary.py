@@ -110,7 +110,7 @@ def test_the_page_of_a_study_that_goes_on_is_that_of_its_records(name):
         return
     images = re.findall(r"^!\[.*\]\((.*)\)$", page, re.MULTILINE)
     found = study_markdown(summarise(STUDIES[name], read_results(results)), images)
-    assert found in page, f"run acmoe study {name} --summarise"
+    assert found in page, f"run acmoe study {name} --summarise --published"
 
 
 def test_a_comparison_with_fewer_pairs_than_declared_has_no_test():

@@ -34,7 +34,7 @@ def test_evaluation_with_empty_statistics_says_so_once(logged: pytest.LogCapture
     for moe in (*model, *model):
         moe(tokens(0), START)
     assert len(logged.messages) == 1
-    assert "no batch has moved" in logged.messages[0]
+    assert "no batch has updated" in logged.messages[0]
     assert "acmoe.calibrate" in logged.messages[0]
 
 

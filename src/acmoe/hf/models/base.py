@@ -1,6 +1,7 @@
 """The base class of this library's transformers models: loading, precision, recomputation."""
 
 import logging
+import os
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 from acmoe.errors import check
 from acmoe.hf.checkpoints.adapters import StatisticsBeside, follow_peft
 from acmoe.hf.models.config import AcmoeConfig
+from acmoe.models.by_hand import warn_of_attributes
 from acmoe.models.registry import build_model
 from acmoe.ops.dispatch import log_once
 from acmoe.routing.statistics.step import StepStatistics
@@ -18,8 +20,8 @@ from acmoe.routing.statistics.step import StepStatistics
 class AcmoePreTrainedModel(StatisticsBeside, PreTrainedModel):  # type: ignore[misc]
     """A model of this library in `self.model`, in the interface of transformers.
 
-    Running statistics are part of the state_dict and stay float32 in every dtype. They move by
-    themselves at every step of a `torch.optim.Optimizer`.
+    Running statistics are part of the state_dict and stay float32 in every dtype. Every step
+    of a `torch.optim.Optimizer` updates them.
     """
 
     config_class = AcmoeConfig
@@ -55,6 +57,18 @@ class AcmoePreTrainedModel(StatisticsBeside, PreTrainedModel):  # type: ignore[m
             empty_unloaded(module)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Save the model; warn of attributes that were set by hand, which no config has.
+
+        Where it has adapters of PEFT, transformers saves these alone.
+        """
+        replaced = getattr(self, "hf_quantizer", None) is not None  # by modules of its own
+        if not replaced and not getattr(self, "_hf_peft_config_loaded", False):
+            with torch.device("meta"):
+                built = build_model(self.config.library)
+            warn_of_attributes(self.model, built, stacklevel=2)
+        super().save_pretrained(save_directory, **kwargs)
 
     def check_placed(self) -> None:
         """Raise a UserError if accelerate has offloaded a tensor that it will not load in time.

@@ -18,7 +18,7 @@ from acmoe.lab.study.metrics import (
     SEPARATION,
     WORDS,
 )
-from acmoe.lab.study.study import ROUTER_METRICS, DataFree, Metric, PaperFigure, Study
+from acmoe.lab.study.study import ROUTER_METRICS, Metric, PaperFigure, Part, Study
 
 _LONG = (
     Metric("diverged", "diverged (share of runs)", digits=2),
@@ -39,8 +39,10 @@ LONG = Study(
     "then, and in all tests, it is the plain router. `published` is the model as the published "
     "code builds it, with its own gate in layers 3 to 8 and no balance loss; `published-control` "
     "is the same model with M = I.",
-    grid=long_study,
-    data_free=DataFree((TEXT_SETTING,), nano_long, byte_settings()),
+    parts=(
+        Part(byte_settings(), long_study),
+        Part((TEXT_SETTING,), nano_long, reads_data=False),
+    ),
     seeds=4,
     declared_pairs=4,
     declared_in={

@@ -1,6 +1,7 @@
 """All studies by name, each with its question, grid, comparisons and the paper's figures."""
 
 import difflib
+from functools import partial
 from itertools import product
 
 from acmoe.errors import check
@@ -8,12 +9,19 @@ from acmoe.lab.study.grids.ablations import (
     BYTE_SETTING,
     WORD_SETTING,
     ablation_comparisons,
-    ablations_study,
+    byte_ablations,
     nano_ablations,
+    word_ablations,
 )
 from acmoe.lab.study.grids.images import PGD_RADII, vision_study
-from acmoe.lab.study.grids.nano import IMAGE_SETTING, RADII, TEXT_SETTING, nano_study
-from acmoe.lab.study.grids.text import TASKS, bytes_study, words_study
+from acmoe.lab.study.grids.nano import (
+    IMAGE_SETTING,
+    RADII,
+    TEXT_SETTING,
+    nano_images,
+    nano_language,
+)
+from acmoe.lab.study.grids.text import TASKS, WORD_SETTINGS, bytes_study, word_cells, word_setting
 from acmoe.lab.study.grids.variants import (
     FRESH_SEED,
     confirm_comparisons,
@@ -26,7 +34,7 @@ from acmoe.lab.study.long_runs import LONG, LONG_WORDS
 from acmoe.lab.study.metrics import BITS as _BITS
 from acmoe.lab.study.metrics import RUNNING as _RUNNING
 from acmoe.lab.study.metrics import WORDS as _WORDS
-from acmoe.lab.study.study import ROUTER_METRICS, DataFree, Metric, PaperFigure, Study
+from acmoe.lab.study.study import ROUTER_METRICS, Metric, PaperFigure, Part, Study
 from acmoe.lab.study.synthetic.cells import SYNTHETIC_CONDITIONS, synthetic_study
 
 BYTES = Study(
@@ -58,7 +66,7 @@ WORDS = Study(
     "epoch that was best in development. Epochs, sentences of an update, rate: "
     + "; ".join(f"{task.task} {task.epochs}, {task.batch}, {task.lr:g}" for task in TASKS)
     + ". The most frequent class is 50, 29 and 1 % of the test sentences.",
-    grid=words_study,
+    parts=tuple(Part((word_setting(*one),), partial(word_cells, *one)) for one in WORD_SETTINGS),
     seeds=5,
     comparisons=(
         ("adaptive-previous", "smoe"),
@@ -133,8 +141,11 @@ ABLATIONS = Study(
     note="The nano size is for two CPU cores and needs no data folder (--settings nano). There "
     "back-half is skip-1, and three of the four layers can be adaptive. Its step times are of "
     "cores that other work shared: they compare nothing.",
-    grid=ablations_study,
-    data_free=DataFree((TEXT_SETTING,), nano_ablations, (BYTE_SETTING, WORD_SETTING)),
+    parts=(
+        Part((BYTE_SETTING,), byte_ablations),
+        Part((WORD_SETTING,), word_ablations),
+        Part((TEXT_SETTING,), nano_ablations, reads_data=False),
+    ),
     seeds=3,
     comparisons=ablation_comparisons(),
     compared=(
@@ -158,8 +169,10 @@ VARIANT_STUDY = Study(
     question="If the paper's form does not win, does anything the mathematics offers?",
     note="The nano size is for two CPU cores and needs no data folder (--settings nano); its step "
     "times are of cores that other work shared.",
-    grid=variants_study,
-    data_free=DataFree((TEXT_SETTING,), nano_variants, (BYTE_SETTING,)),
+    parts=(
+        Part((BYTE_SETTING,), variants_study),
+        Part((TEXT_SETTING,), nano_variants, reads_data=False),
+    ),
     seeds=3,
     comparisons=variant_comparisons(),
     compared=(_BITS[0], _BITS[1], _BITS[2]),
@@ -217,8 +230,10 @@ NANO = Study(
     "standard deviation), one near 50 % by 3.1. The intervals below are over seeds and do not "
     "contain that. Attacks are in pixels with true labels, PGD with 6 steps; digits are scaled to "
     "32 pixels a side.",
-    grid=nano_study,
-    reads_data=False,
+    parts=(
+        Part((TEXT_SETTING,), nano_language, reads_data=False),
+        Part((IMAGE_SETTING,), nano_images, reads_data=False),
+    ),
     seeds=5,
     comparisons=(*BYTES.comparisons, ("published", "smoe")),
     compared=(

@@ -13,12 +13,12 @@ from acmoe.lab.study.size import Size, WatchedSize
 Grid = Callable[[Materials, Size, Sequence[int]], list[Cell]]
 
 
-class DataFree(NamedTuple):
-    """Settings that need no data set: their data come with Python and the installed packages."""
+class Part(NamedTuple):
+    """Settings of a study whose cells are made by a grid of their own."""
 
-    settings: tuple[str, ...]
+    settings: tuple[str, ...]  # their names; empty where only the grid knows them
     grid: Grid
-    others: tuple[str, ...]  # the study's settings that read data sets
+    reads_data: bool = True  # False: the data come with Python and the installed packages
 
 
 def selects(part: str, setting: str, names: Sequence[str]) -> bool:
@@ -99,9 +99,9 @@ class Study:
 
     name: str
     question: str
-    grid: Grid
+    grid: Grid | None = None  # makes all cells, unless there are `parts`
     reads_data: bool = True  # False: `grid` needs no folder of data sets
-    data_free: DataFree | None = None  # further settings of a study that reads data
+    parts: tuple[Part, ...] = ()  # all settings, where some read other options or data than others
     seeds: int  # the fewest seeds that the study's claims need
     # Pairs that were declared before the runs: a comparison with fewer is interim and has no test.
     # None: no number was declared.
@@ -130,12 +130,13 @@ class Study:
     @property
     def free_settings(self) -> tuple[str, ...]:
         """The settings that need no data folder although the study reads data."""
-        return () if self.data_free is None else self.data_free.settings
+        free = [part for part in self.parts if not part.reads_data]
+        return tuple(name for part in free for name in part.settings) if self.reads() else ()
 
     @property
     def settings(self) -> tuple[str, ...]:
         """The names of all settings; empty where only the grid knows them."""
-        return () if self.data_free is None else (*self.data_free.others, *self.data_free.settings)
+        return tuple(name for part in self.parts for name in part.settings)
 
     def declared(self, setting: str) -> int | None:
         """Return the number of pairs that was declared for a setting; None: no number was."""
@@ -144,40 +145,34 @@ class Study:
     def cells(
         self, materials: Materials, size: Size, seeds: Sequence[int], settings: Sequence[str] = ()
     ) -> list[Cell]:
-        """Return all cells, or only one kind where `settings` selects none of the other.
+        """Return the cells of all parts, or of those that `settings` selects.
 
-        `settings` are parts of the names of settings. Cells that read data sets and cells that
-        need none are the two kinds; each prepares its own text. A size that no cell reads raises a
-        UserError.
+        `settings` are parts of the names of settings. A part that is not selected prepares no data,
+        and reads neither sizes nor overrides. A size that no cell reads raises a UserError.
         """
         size = WatchedSize(size)
-        cells = [] if self._all_free(settings) else self.grid(materials, size, seeds)
-        if self.data_free is not None and self._any_free(settings):
-            cells = [*cells, *self.data_free.grid(materials, size, seeds)]
-        unread = size.unread()
-        check(not unread, f"study {self.name} reads no {' '.join(unread)}; leave it out")
+        grids = [part.grid for part in self._selected(settings)]
+        cells = [cell for grid in grids for cell in grid(materials, size, seeds)]
+        unread, where = size.unread(), f" with --settings {' '.join(settings)}" if settings else ""
+        check(not unread, f"study {self.name} reads no {' '.join(unread)}{where}; leave it out")
         return cells
 
-    def reads(self, settings: Sequence[str]) -> bool:
+    def reads(self, settings: Sequence[str] = ()) -> bool:
         """Return True where these settings, or all if none are given, need a data folder."""
-        return self.reads_data and not self._all_free(settings)
+        return any(part.reads_data for part in self._selected(settings))
 
-    def _any_free(self, settings: Sequence[str]) -> bool:
-        return not settings or any(self._selected(part, free=True) for part in settings)
-
-    def _all_free(self, settings: Sequence[str]) -> bool:
-        return bool(settings) and all(
-            self._selected(part, free=True) and not self._selected(part, free=False)
-            for part in settings
-        )
-
-    def _selected(self, part: str, *, free: bool) -> bool:
-        """Return True where a part selects a setting that needs no data, or one that reads data."""
-        if self.data_free is None:
-            return not free
-        others = self.data_free.others
-        names = (*self.free_settings, *others)
-        return any(selects(part, name, names) for name in (self.free_settings if free else others))
+    def _selected(self, settings: Sequence[str]) -> list[Part]:
+        if not self.parts:
+            assert self.grid is not None, f"the study {self.name} has neither a grid nor parts"
+            return [Part((), self.grid, self.reads_data)]
+        return [
+            part
+            for part in self.parts
+            if not settings
+            or any(
+                selects(text, name, self.settings) for text in settings for name in part.settings
+            )
+        ]
 
     @property
     def primary(self) -> tuple[Metric, ...]:

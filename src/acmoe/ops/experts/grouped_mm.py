@@ -15,7 +15,7 @@ def grouped_mm_unsupported(device: torch.device, dtype: torch.dtype, *widths: in
     if not hasattr(torch.nn.functional, "grouped_mm"):
         return "this torch has no grouped_mm; 2.10 is the first"
     if device.type != "cuda":
-        return f"on {device.type} it is slower than a GEMM per expert"
+        return f"it serves CUDA devices, not {device.type}"
     if not on_nvidia(device):
         return "it has never run on an AMD GPU"
     if dtype != torch.bfloat16:

@@ -67,7 +67,7 @@ class RunningAverage(StepStatistics):
         """Set the mode, and compute the scale anew: `.data` may have been written unnoticed.
 
         Averaged copies of a model (EMA) write their buffers in this way. In a change to evaluation
-        mode, warn once if no update has moved the average.
+        mode, warn once if no batch has updated the average.
         """
         self.scaled_from = None
         if self.training and not mode:
@@ -107,7 +107,7 @@ class RunningAverage(StepStatistics):
         return self.running_scale
 
     def warn_if_empty(self, assignment: Tensor) -> None:
-        """Warn once where evaluation reads an average that no batch has ever moved.
+        """Warn once where evaluation reads an average that no batch has ever updated.
 
         A first layer measures nothing where the statistics are of the current layer: its tokens are
         in no cluster, and its average is rightly empty. The method reads `weight` on the host, only
@@ -129,9 +129,9 @@ class RunningAverage(StepStatistics):
                 else "its scale is 1 and it routes as the plain router"
             )
             log_once(
-                "an adaptive layer evaluates with running statistics that no batch has moved: "
+                "an adaptive layer evaluates with running statistics that no batch has updated: "
                 f"{result}; load a trained checkpoint, or train after model.train(), since calls "
-                "in evaluation mode do not move them (acmoe.fold_statistics(model) moves them by "
+                "in evaluation mode update none (acmoe.fold_statistics(model) updates them by "
                 "hand, acmoe.calibrate those of an attached transformers model without training)",
                 logging.WARNING,
             )
@@ -151,7 +151,7 @@ class RunningAverage(StepStatistics):
         if count.any() and not self.weight.any():
             log_once(
                 "running statistics: compiled training forwards came, and no optimizer step that "
-                "moves them; they move after every step of a torch.optim.Optimizer: with another "
+                "updates them; every step of a torch.optim.Optimizer does: with another "
                 "optimizer call acmoe.fold_statistics(model) after each step",
                 logging.WARNING,
             )

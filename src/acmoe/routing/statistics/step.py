@@ -24,7 +24,7 @@ PATIENCE = 200  # training forwards without an update before a warning
 
 
 class StepStatistics(nn.Module):
-    """Base of running statistics: `forward` records a batch, `update` moves the running values.
+    """Base of running statistics: `forward` records a batch, `update` updates the running values.
 
     Recorded batches are pending in non-persistent buffers whose names begin with "last". `update`
     uses them once: a second call changes nothing.
@@ -152,7 +152,7 @@ class StepStatistics(nn.Module):
         if self.forwards == PATIENCE:
             log_once(
                 f"running statistics: {PATIENCE} training forwards and no optimizer step that "
-                "moves them; they move after every step of a torch.optim.Optimizer: with another "
+                "updates them; every step of a torch.optim.Optimizer does: with another "
                 "optimizer call acmoe.fold_statistics(model) after each step",
                 logging.WARNING,
             )

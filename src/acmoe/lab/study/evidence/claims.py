@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 BYTES, SMALL, MEDIUM, GLAM = 80_000 * 24_576, 40_000 * 24_576, 80_000 * 24_576, 60_000 * 24_576
+WIKIPEDIA = "enwiki15"  # text of the English Wikipedia of 2015, as bytes or as words
 SWIN, SOFT = 60 * 1_281_167, 300 * 1_281_167  # epochs of ImageNet's training images
 
 
@@ -20,6 +21,7 @@ class Claim:
     unit     percent: differences are in percent of the plain router's mean, below 0 is better;
              points: differences of accuracies, above 0 is better
     length   tokens, or images, that the paper's model was trained on
+    data     our data, where they are not those that `title` names
     declared    pairs that were declared before the runs: a row with fewer has no verdict.
                 None: no number was declared
     decisive    False: declared as secondary, so that its rows never have a verdict
@@ -36,6 +38,7 @@ class Claim:
     adaptive: float | None
     unit: Literal["percent", "points"]
     length: int
+    data: str = ""
     condition: str = "adaptive-previous"
     baseline: str = "smoe"
     declared: int | None = None
@@ -58,6 +61,7 @@ _BYTES: dict[str, object] = {
     "unit": "percent",
     "length": BYTES,
     "metric": "test",
+    "data": WIKIPEDIA,
 }
 _SHORT_BYTES = tuple(
     f"switch-enwik8, {name}"
@@ -92,14 +96,15 @@ def _claim(title: str, study: str, settings: tuple[str, ...], **values: object) 
 
 
 def _words(title: str, study: str, settings: tuple[str, ...], **values: object) -> Claim:
-    return _claim(title, study, settings, metric="test", unit="percent", **values)
+    figures = {"metric": "test", "unit": "percent", "data": WIKIPEDIA, **values}
+    return _claim(title, study, settings, **figures)
 
 
 def _points(
     title: str, settings: tuple[str, ...], plain: float, adaptive: float, **values: object
 ) -> Claim:
     figures = {"plain": plain, "adaptive": adaptive, "unit": "points", "length": SWIN, **values}
-    return _claim(title, "vision", settings, **figures)
+    return _claim(title, "vision", settings, data="Imagenette", **figures)
 
 
 # The title's end and the condition of the paper's router, and of the one in the published code.

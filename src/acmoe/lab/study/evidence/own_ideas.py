@@ -51,7 +51,8 @@ def _line(row: Row) -> str:
     verdict, meaning = MEANINGS[row.verdict]
     found = ""
     if row.has_runs:
-        found = f" {interval_text(row)} ({counted_text(row)}){diverged_text(row)}."
+        diverged = f"; {diverged_text(row)}" if any(row.diverged) else ""
+        found = f" {interval_text(row)} ({counted_text(row)}){diverged}."
     if row.interim or not row.has_runs:
         found += f" `{command_text(claim, [row.setting])}` makes the missing runs."
     title = claim.title.removeprefix("our own idea: ")

@@ -20,13 +20,13 @@ from acmoe.lab.study.evidence.runs import runs_markdown
 from acmoe.lab.study.evidence.short import answer, headline, long_runs, short_markdown
 from acmoe.lab.study.evidence.words import (
     command_text,
-    counted_text,
     diverged_text,
     effect_text,
     interval_text,
     pairs_text,
     share_text,
     unit,
+    where_text,
 )
 from acmoe.lab.study.results.markdown import table
 from acmoe.lab.study.results.page import markers, write_page
@@ -41,19 +41,21 @@ LISTS: tuple[tuple[str, tuple[Verdict, ...], str], ...] = (
     (
         "## Refuted at our length of training",
         ("refuted",),
-        "The interval excludes the paper's effect, on the side of a smaller gain or a loss.",
+        "The interval excludes the paper's effect, on the side of a smaller gain or a loss; where "
+        "it also excludes zero, the brackets say so.",
     ),
     (
         "## Cannot tell",
         ("undecided", "unknown"),
         "The interval holds the paper's effect, there are too few pairs for one, or a run that "
-        "diverged left a pair without figures.",
+        "diverged left a pair without figures. A row needs as many pairs as a 5% test does to find "
+        "the paper's effect in 80% of all cases, at the spread of the table.",
     ),
     (
         INTERIM,
         ("interim",),
         "Some of the pairs that were declared before the runs are missing: there is no verdict "
-        "yet, whatever the interval is.",
+        "yet, whatever the interval is. The command of each line makes the missing runs.",
     ),
     (
         "### Secondary",
@@ -111,7 +113,7 @@ def read_all(folder: Path) -> dict[str, list[Record]]:
 def evidence_markdown(rows: Sequence[Row], images: Sequence[str]) -> str:
     """Return the table, the figure and the lists; `images` are paths relative to the page."""
     header = (
-        *("claim of the paper", "our setting", "our difference", "paper"),
+        *("claim of the paper", "our data and setting", "our difference", "paper"),
         *(
             "paper's effect against our interval",
             "n",
@@ -185,28 +187,42 @@ def _pooling(rows: Sequence[Row]) -> str:
 
 
 def _list(rows: Sequence[Row]) -> str:
-    """Return a line for each row; rows without runs have one line for each claim."""
-    lines = [f"- {row.claim.title}: {row.setting}{_in_words(row)}" for row in rows if row.has_runs]
-    never = [row for row in rows if not row.has_runs]
-    for title, group in groupby(never, lambda row: row.claim.title):
+    """Return a line for each claim with its settings; the figures are in the table."""
+    lines = []
+    for claim, group in groupby(rows, lambda row: row.claim):
         found = list(group)
-        settings = [row.setting for row in found]
-        command = command_text(found[0].claim, settings)
-        lines.append(f"- {title}: {'; '.join(settings)}; `{command}`")
+        settings = "; ".join(f"{row.setting}{_remark(row)}" for row in found)
+        missing = [row.setting for row in found if row.interim or not row.has_runs]
+        command = f"; `{command_text(claim, missing)}`" if missing else ""
+        lines.append(f"- {claim.title}: {settings}{command}")
     return "\n".join(lines)
 
 
-def _in_words(row: Row) -> str:
-    paper = f", the paper {effect_text(row)}"
-    if row.verdict == "supported" and row.below_paper:
-        paper += ", which the interval excludes as too large"
-    if row.verdict == "refuted" and row.is_loss:
-        paper += "; the interval also excludes zero, on the side of a loss"
-    missing = f"; `{command_text(row.claim, [row.setting])}` makes the missing runs"
-    return (
-        f", {interval_text(row)} ({counted_text(row)}){paper}{diverged_text(row)}"
-        f"{missing if row.interim else ''}"
-    )
+def _remark(row: Row) -> str:
+    """Return, in brackets, what a row of a list has to say beyond its heading; often nothing."""
+    remarks = {
+        "supported": ["less than the paper's gain"] if row.below_paper else [],
+        "refuted": ["a loss"] if row.is_loss else [],
+        "undecided": _pairs_needed(row),
+        "unknown": [f"n = {row.pairs}"],
+        "interim": [f"{pairs_text(row)} pairs"],
+        "secondary": [f"n = {row.pairs}"],
+        "never run": [],
+    }[row.verdict]
+    remarks += [diverged_text(row)] if any(row.diverged) else []
+    return f" ({', '.join(remarks)})" if remarks else ""
+
+
+def _pairs_needed(row: Row) -> list[str]:
+    """Return the number of pairs that would show the paper's effect; empty if these are enough.
+
+    The smallest difference that n pairs find falls as 1 / sqrt(n).
+    """
+    effect, seen = row.claim.effect, None if row.ours is None else row.ours.detectable
+    if effect is None or seen is None or seen <= abs(effect):
+        return []
+    needed = row.pairs * (seen / effect) ** 2
+    return [f"needs {float(f'{needed:.2g}'):,.0f} pairs"]
 
 
 def _cells(row: Row) -> list[str]:
@@ -214,7 +230,7 @@ def _cells(row: Row) -> list[str]:
     seen = None if row.ours is None else row.ours.detectable
     return [
         row.claim.title,
-        row.setting,
+        where_text(row),
         interval_text(row),
         effect_text(row),
         "" if row.claim.effect is None else inside + ("; pairs are missing" if row.interim else ""),

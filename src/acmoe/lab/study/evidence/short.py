@@ -12,6 +12,7 @@ from acmoe.lab.study.evidence.words import (
     length_text,
     pairs_text,
     share_text,
+    where_text,
 )
 from acmoe.lab.study.results.markdown import table
 
@@ -113,14 +114,15 @@ def long_runs(rows: Sequence[Row]) -> str:
     if not shown:
         return ""
     lines = [
-        f"- {row.claim.title.replace(', long runs', '')} ({row.setting}, {share_text(row)}): "
+        f"- {row.claim.title.replace(', long runs', '')} ({where_text(row)}, {share_text(row)}): "
         f"{interval_text(row)}; {_answer(row)}."
         for row in shown
     ]
     return (
         f"The lines below have the runs with at least {100 * LONG:.0f}% of the paper's training; "
-        "the brackets name the setting and that share. Differences are the adaptive router minus "
-        "the plain one; below zero is better:\n\n" + "\n".join(lines) + "\n"
+        "the brackets name our data, the setting and that share. enwiki15 is Wikipedia text of "
+        "2015, neither EnWik-8 nor WikiText-103. Differences are the adaptive router minus the "
+        "plain one; below zero is better:\n\n" + "\n".join(lines) + "\n"
     )
 
 

@@ -6,6 +6,11 @@ from acmoe.lab.study.evidence.claims import Claim
 from acmoe.lab.study.evidence.rows import Row
 
 
+def where_text(row: Row) -> str:
+    """Return our data, where the claim's title names the paper's, and the setting."""
+    return f"{row.claim.data}: {row.setting}" if row.claim.data else row.setting
+
+
 def interval_text(row: Row) -> str:
     """Return the mean difference and its interval, or say that there is none."""
     ours = row.ours
@@ -46,16 +51,16 @@ def diverged_text(row: Row) -> str:
     if not any(row.diverged):
         return ""
     counts = zip(row.diverged, (row.claim.condition, row.claim.baseline), strict=True)
-    return f"; runs that diverged: {', '.join(f'{n} {name}' for n, name in counts)}"
+    return f"runs that diverged: {', '.join(f'{n} {name}' for n, name in counts)}"
 
 
 def command_text(claim: Claim, settings: Sequence[str]) -> str:
-    """Return the command that makes the declared runs of a claim; it skips those in the records."""
+    """Return the command that makes the declared runs of a claim which the records do not have."""
     names = " ".join(f'"{setting}"' for setting in settings)
     pairs = range(claim.declared or 0)  # no number was declared: the study's own seeds
     seeds = " ".join(["", "--seeds", *map(str, pairs)]) if pairs else ""
     only = f"--only {claim.baseline} {claim.condition}"
-    return f"acmoe study {claim.study} --data DATA --settings {names} {only}{seeds}"
+    return f"acmoe study {claim.study} --data DATA --settings {names} {only}{seeds} --published"
 
 
 def share_text(row: Row) -> str:

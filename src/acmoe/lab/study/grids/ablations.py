@@ -71,25 +71,30 @@ def placements(num_layers: int) -> list[str]:
     return found
 
 
-def ablations_study(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
-    """Return the cells on bytes and on words, for a GPU."""
+def byte_ablations(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
+    """Return the cells on bytes, for a GPU."""
     text, model, tests = byte_parts(materials, size)
-    on_bytes = TextSetting(
+    setting = TextSetting(
         study="ablations",
         name=BYTE_SETTING,
         model=replace(model, norm="pre"),
         text=text,
         tests=tests,
     )
+    return _ablation_cells(setting, size, seeds)
+
+
+def word_ablations(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
+    """Return the cells on words, for a GPU."""
     text, tests = word_parts(materials, size)
-    on_words = TextSetting(
+    setting = TextSetting(
         study="ablations",
         name=WORD_SETTING,
         model=word_model("switch-small", text, 0.1),
         text=text,
         tests=tests,
     )
-    return [cell for one in (on_bytes, on_words) for cell in _ablation_cells(one, size, seeds)]
+    return _ablation_cells(setting, size, seeds)
 
 
 def _ablation_cells(setting: TextSetting, size: Size, seeds: Sequence[int]) -> list[Cell]:

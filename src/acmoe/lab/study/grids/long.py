@@ -6,6 +6,8 @@ process fills the card. A folder with the compressed texts is all the data they 
     DATA/enwiki15-bytes/enwiki15.100MB.xz    DATA/enwik8-prefix/enwik8.first4154064.xz
     python -m acmoe study long --data DATA --settings "balance 0.01" --seeds 0 1 --minutes 18
 
+With `--published`, in a clone of the repository, the records join those of studies/records.
+
 The condition `distance`, the router of Theorem A (docs/theory.md), is in "balance 0.01" alone:
 
     python -m acmoe study long --data DATA --settings "balance 0.01" --only distance --seeds 0

@@ -42,10 +42,9 @@ IMAGE_CONDITIONS: Conditions = {
 }
 
 
-def nano_study(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
-    """Return cells of a language model and of an image classifier."""
-    text = nano_text_cells("nano", CONDITIONS, materials, size, seeds)
-    return [*text, *_image_cells(materials, size, seeds)]
+def nano_language(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
+    """Return the cells of the language model."""
+    return nano_text_cells("nano", CONDITIONS, materials, size, seeds)
 
 
 def nano_text_cells(
@@ -89,7 +88,8 @@ def text_run(
     return override_run(run, size.overrides)
 
 
-def _image_cells(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
+def nano_images(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
+    """Return the cells of the image classifier."""
     setting = Setting(
         study="nano",
         name=IMAGE_SETTING,

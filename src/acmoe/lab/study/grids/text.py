@@ -83,24 +83,28 @@ def byte_parts(materials: Materials, size: Size) -> tuple[Text, LanguageConfig, 
     return text, model, TextTests(tokens=tokens, others=(("enwik8", str(prefix)),))
 
 
-def words_study(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
-    """Return cells of the small models on words, tested on WikiText-103 and three tasks as well."""
+def word_setting(name: str, dropout: float) -> str:
+    """Return the name of a setting of the study on words."""
+    return f"{name}, dropout {dropout}"
+
+
+def word_cells(
+    name: str, dropout: float, materials: Materials, size: Size, seeds: Sequence[int]
+) -> list[Cell]:
+    """Return cells of a model of words, tested on WikiText-103 and, in one setting, three tasks."""
     text, tests = word_parts(materials, size)
-    finetuned = tests if size.brief else _with_tasks(materials, tests)
-    names = ("smoe", "adaptive-previous", "adaptive-current", "metric")
-    conditions = {name: CONDITIONS[name] for name in names}
-    cells = []
-    for name, dropout in WORD_SETTINGS:
-        setting = TextSetting(
-            study="words",
-            name=f"{name}, dropout {dropout}",
-            model=word_model(name, text, dropout),
-            text=text,
-            tests=finetuned if (name, dropout) == FINETUNED else tests,
-            factors={"model": name, "dropout": dropout},
-        )
-        cells += text_cells(setting, conditions, size, seeds)
-    return cells
+    if (name, dropout) == FINETUNED and not size.brief:
+        tests = _with_tasks(materials, tests)
+    setting = TextSetting(
+        study="words",
+        name=word_setting(name, dropout),
+        model=word_model(name, text, dropout),
+        text=text,
+        tests=tests,
+        factors={"model": name, "dropout": dropout},
+    )
+    compared = ("smoe", "adaptive-previous", "adaptive-current", "metric")
+    return text_cells(setting, {one: CONDITIONS[one] for one in compared}, size, seeds)
 
 
 def word_model(name: str, text: Text, dropout: float) -> LanguageConfig:

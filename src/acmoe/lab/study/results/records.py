@@ -61,7 +61,9 @@ def open_results(path: Path) -> Iterator[Results]:
 def read_results(path: Path) -> list[Record]:
     """Read every complete record; another process may be writing."""
     if not path.is_file():
-        raise UserError(f"{path} is missing; run the study first, or give its results with --out")
+        raise UserError(
+            f"{path} is missing; run the study first, or give its results with --out or --published"
+        )
     return _parse(path).records
 
 
