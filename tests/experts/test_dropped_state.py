@@ -35,7 +35,6 @@ def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     monkeypatch.setattr(rescaling, "PATIENCE", 6)
     monkeypatch.setattr(rescaling._Calls, "without", 0)
     monkeypatch.setattr(rescaling._Calls, "passed", False)
-    monkeypatch.setattr(rescaling._Calls, "routers", set())
     caplog.set_level(logging.WARNING, logger="acmoe")
     return caplog
 
@@ -73,14 +72,16 @@ def test_layers_that_get_their_states_say_nothing(kind: str, logged: Any) -> Non
     assert logged.messages == []
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_one_layer_alone_may_be_the_first_stage_of_a_pipeline(kind: str, logged: Any) -> None:
-    first, other = pair(kind)
+@pytest.mark.parametrize(("processes", "mentions"), [(1, False), (2, True)])
+def test_one_layer_alone_is_told_and_may_be_the_first_stage_of_a_pipeline(
+    processes: int, mentions: bool, logged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rescaling, "world_size", lambda: processes)
     for _ in range(12):
-        call(first, torch.randn(2, 5, 6), None)  # the state is for another process
-    assert logged.messages == []
-    call(other, torch.randn(2, 5, 6), None)
-    assert len(logged.messages) == 1
+        call(pair("moe")[0], torch.randn(2, 5, 6), None)
+    (line,) = logged.messages
+    assert "a single MoE layer has no layer before it" in line
+    assert ("first stage of a pipeline" in line) == mentions
 
 
 def test_plain_layers_and_evaluations_say_nothing(logged: Any) -> None:

@@ -5,18 +5,19 @@ each layer then is a first one, and routes as its base router; `count_state` war
 """
 
 import logging
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.route import ScaledTokens
+from acmoe.ops.statistics.over_ranks import world_size
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState, check_mix
 
 PATIENCE = 100  # training calls without a state before the warning
+_FIRST_STAGE = "; all is well if it is the only one in the first stage of a pipeline"
 
 
 class RescalingRouter(Router):
@@ -57,33 +58,26 @@ class _Calls:
     """Training calls of layers with such routers in this process."""
 
     without = 0  # calls that got no state, before the first that got one
-    routers: ClassVar[set[int]] = set()  # ids of the routers in these calls
     passed = False  # True: a call got a state
 
 
 def count_state(router: Router, state: RoutingState | None) -> None:
-    """Count a training call; warn once if PATIENCE of them came and none got a state.
-
-    One layer alone may be the first of a pipeline, whose state another process gets. So the warning
-    needs calls of two.
-    """
+    """Count a training call; warn once if PATIENCE of them came and none got a state."""
     if router.training and isinstance(router, RescalingRouter):
-        # A compiled graph must not depend on the id: equal blocks share one graph.
-        _count(0 if torch.compiler.is_compiling() else id(router), state is not None)
+        _count(state is not None)
 
 
-def _count(router: int, passed: bool) -> None:
+def _count(passed: bool) -> None:
     if _Calls.passed:
         return
     _Calls.passed = passed
     _Calls.without += not passed
-    _Calls.routers.add(router)
-    if _Calls.without >= PATIENCE and len(_Calls.routers) > 1:
+    if _Calls.without >= PATIENCE:
         log_once(
             f"{PATIENCE} training calls of adaptive layers, and none got the state of a layer "
             "before it, so that all of them route as the plain router: pass it on, "
             "y, state = moe(x, state), or let acmoe.MoEStack do so (a single MoE layer has no "
-            "layer before it, and needs no adaptive router)",
+            f"layer before it, and needs no adaptive router{_FIRST_STAGE * (world_size() > 1)})",
             logging.WARNING,
         )
 
