@@ -122,6 +122,7 @@ CALLS = [
     ({"x": np.zeros((6, 4))}, r"x is a ndarray; pass a torch tensor of hidden states"),
     ({"x": jagged()}, r"x is a nested tensor; pass .*token_mask"),
     ({"token_mask": torch.ones(3, 2) > 0}, r"token_mask has shape \(3, 2\); .* needs \(6,\)"),
+    ({"token_mask": [True] * 6}, r"token_mask is a list; pass a bool tensor"),
     ({"token_mask": torch.ones(6).int()}, r"token_mask has dtype torch.int32; pass a bool"),
     ({"state": fitting(num_tokens=7)}, r"assignment has shape \(7, 1\); x has 6 tokens: pass"),
     ({"state": fitting(mix=2)}, r"assignment has shape \(6, 2\); 6 tokens and mix=1"),

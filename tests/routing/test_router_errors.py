@@ -150,6 +150,7 @@ CALLS = [
     ("smoe", {"x": torch.zeros(4)}, r"x has shape \(4,\); this layer takes"),
     ("smoe", {"x": torch.zeros(1, 1, 6, 4)}, r"x has shape \(1, 1, 6, 4\); this layer takes"),
     ("smoe", {"token_mask": torch.ones(5) > 0}, r"token_mask has shape \(5,\); .* needs \(6,\)"),
+    ("smoe", {"token_mask": [True] * 6}, r"token_mask is a list; pass a bool tensor"),
     ("smoe", {"token_mask": torch.ones(6)}, r"token_mask has dtype torch.float32; pass a bool"),
     ("hash", {}, r"router='hash' routes by token id; pass token_ids with one id per token"),
     ("hash", {"token_ids": torch.zeros(5)}, r"pass token_ids with one id per token of x \(6,\)"),

@@ -37,6 +37,10 @@ def check_token_mask(x: Tensor, token_mask: Tensor | None) -> None:
     if token_mask is None:
         return
     check(
+        isinstance(token_mask, Tensor),
+        f"token_mask is a {type(token_mask).__name__}; pass a bool tensor, True for real tokens",
+    )
+    check(
         token_mask.shape == x.shape[:-1],
         f"token_mask has shape {tuple(token_mask.shape)}; one entry per token of x needs "
         f"{tuple(x.shape[:-1])}",
