@@ -98,9 +98,9 @@ def _say_untrained(symbols: Sequence[str], trained: set[str]) -> None:
     new = [word for word in symbols if word not in trained]
     if new:
         logging.getLogger("acmoe").warning(
-            f"{len(new):,} of {len(symbols):,} words are in the validation or test text alone, such "
-            f"as {new[0]!r}; no model learns them, which raises its perplexity: --max-vocabulary "
-            "or --min-count 2 makes them <unk>"
+            f"{len(new):,} of {len(symbols):,} words are in the validation or test text alone, "
+            f"such as {new[0]!r}; no model learns them, which raises its perplexity: "
+            "--max-vocabulary or --min-count 2 makes them <unk>"
         )
 
 
