@@ -105,13 +105,13 @@ class AdaptiveModel(StatisticsBeside):
 
 def _new_model(plain: type[PreTrainedModel], config: type[PreTrainedConfig]) -> Any:
     """Return an adaptive model without any attribute, for pickle."""
-    kind = adaptive_class(plain, config)
+    kind: Any = adaptive_class(plain, config)
     return kind.__new__(kind)
 
 
 def _new_config(plain: type[PreTrainedConfig]) -> Any:
     """Return an adaptive config without any field, for pickle."""
-    kind = adaptive_config_class(plain)
+    kind: Any = adaptive_config_class(plain)
     return kind.__new__(kind)
 
 
