@@ -69,6 +69,7 @@ def test_nothing_asked_is_nothing_changed() -> None:
         ("steps=abc", "steps='abc'; it must be a whole number"),
         ("steps=1.5", "steps='1.5'; it must be a whole number"),
         ("steps=", "steps=''; it must be a whole number"),
+        ("seed=9223372036854775808", "it must be a whole number that fits into 64 bits"),
         ("lr=fast", "lr='fast'; it must be a number"),
         ("lr=nan", "lr=nan; it must be positive and finite"),
         ("clip=soft", "clip='soft'; it must be a number or none"),

@@ -225,7 +225,7 @@ def mistake(folder: Path, text: Path, tmp_path: Path, request: pytest.FixtureReq
         ("lost weights", "lacks 1 weights of MixtralForCausalLM, such as model.layers.2.mlp.gate"),
         ("no text", "give --text FILE"),
         ("no such text", "missing.txt is no file"),
-        ("a run too", "does not apply to --hf"),
+        ("a run too", "RUN="),
         ("for runs only", "contaminate=0.1 does not apply to --hf"),
         ("no run", "no run given"),
         ("text of a run", "it is for --hf PATH"),
@@ -243,6 +243,7 @@ def test_a_mistake_is_one_line(
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     assert says in printed.err
+    assert printed.err.count("leave it out") < 2
 
 
 def test_without_transformers_the_extra_is_named(

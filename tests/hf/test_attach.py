@@ -234,6 +234,7 @@ def test_placement() -> None:
     [
         ({"skip": 4}, "skip=4 leaves no adaptive router among 4 MoE layers"),
         ({"skip": -1}, "skip=-1; it must be a whole number"),
+        ({"skip": 2, "layers": [1]}, r"skip=2 has no effect with layers=\[1\]"),
         ({"skip": 1.5}, "skip=1.5; it must be a whole number"),
         ({"layers": []}, r"layers=\[\] leaves no adaptive router"),
         ({"layers": [0]}, "layers holds depth 0; among 4 MoE layers"),

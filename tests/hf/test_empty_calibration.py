@@ -1,4 +1,4 @@
-"""A batch without a token to measure is refused by its number."""
+"""A batch without a token to measure, or with NaN, is refused by its number."""
 
 import pytest
 import torch
@@ -43,3 +43,18 @@ def test_tokens_of_which_no_expert_gets_two_are_not_taken_for_a_calibration() ->
     assert not any(tensor.any() for tensor in averages(model))
     acmoe.calibrate(model, [one, two])
     assert any(tensor.any() for tensor in averages(model))
+
+
+def test_a_batch_for_which_the_model_gives_nan_is_refused_by_its_number() -> None:
+    model, good = acmoe.attach(build("mixtral")).eval(), torch.randn(2, 10, 32)
+    broken = good.clone()
+    broken[0, 4] = torch.nan  # attention carries it to all 10 tokens of its row, as 0 * NaN
+    with pytest.raises(UserError, match=r"gives NaN for 10 of 20 tokens of number 2; look for"):
+        acmoe.calibrate(model, [{"inputs_embeds": good}, {"inputs_embeds": broken}])
+    other = acmoe.calibrate(acmoe.attach(build("mixtral")), [{"inputs_embeds": good}])
+    assert all(map(torch.equal, averages(model), averages(other)))
+    # Where such tokens are padding, the batch counts.
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[0, 4:] = 0
+    broken[0, 4] = 0.0
+    acmoe.calibrate(model, [{"inputs_embeds": broken, "attention_mask": mask}])

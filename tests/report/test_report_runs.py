@@ -91,6 +91,7 @@ def test_a_dead_process_in_the_lock_file_trains_nothing(run: Path) -> None:
         ("{", "is damaged"),
         ("[]", "is no JSON object"),
         ('{"format": 1}', "lacks 'config'"),
+        ('{"family": "language", "weights": "w.safetensors"}', "give the folder of the run"),
     ],
 )
 def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, content: str, says: str) -> None:

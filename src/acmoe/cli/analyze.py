@@ -135,7 +135,7 @@ class Analyze:
 
         given = {"text": self.text, "layers": self.layers or None, "bytes": self.bytes}
         for option, value in given.items():
-            check_unused(option, value, f"{self.folder}, a run of acmoe; it is for --hf PATH")
+            check_unused(option, value, f"{self.folder}, a run of acmoe: it is for --hf PATH")
         config = self.config()
         run_threads(self.threads, self.folder, self.device)
         return sample_run(self.folder, config, progress=progress)
@@ -147,10 +147,11 @@ class Analyze:
 
         if self.threads is not None:
             use_threads(Threads(self.threads, "--threads", None))
-        for option in ("folder", "split", "which", "images", "capacity"):
-            check_unused(option, getattr(self, option), f"--hf {self.hf}; leave it out")
+        check_unused("RUN", self.folder, f"--hf {self.hf}")
+        for option in ("split", "which", "images", "capacity"):
+            check_unused(option, getattr(self, option), f"--hf {self.hf}")
         for option in ("contaminate", "attack", "eps", "steps", "directions"):
-            check_unused(option, getattr(self, option), f"--hf {self.hf}; leave it out")
+            check_unused(option, getattr(self, option), f"--hf {self.hf}")
         if self.text is None:
             raise UserError(f"--hf {self.hf} needs a text to route; give --text FILE")
         return HuggingFaceConfig(

@@ -84,7 +84,8 @@ class Prepare:
     root: Path = Path("data")
     """Folder that holds the prepared data sets."""
     min_count: int = 1
-    """Word level: a word that occurs fewer times than this in the training text becomes <unk>."""
+    """Word level: a word that occurs fewer times than this in the training text becomes <unk>. 1
+    keeps all words, also those of the validation or test text alone."""
     max_vocabulary: int | None = None
     """Word level: size of the vocabulary, which holds <eos>, <unk> and the most frequent words;
     unlimited if not given."""

@@ -141,7 +141,16 @@ def parse(text: str, annotation: Any, key: str) -> Any:
             return _parse_one(text, part)
         except ValueError:
             continue
-    raise UserError(f"{key}={text!r}; it must be {in_words(annotation)}")
+    size = " that fits into 64 bits" if int in members(annotation) and _is_whole(text) else ""
+    raise UserError(f"{key}={text!r}; it must be {in_words(annotation)}{size}")
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True
 
 
 _WORDS: dict[type, dict[str, bool | None]] = {

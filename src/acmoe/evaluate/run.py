@@ -200,7 +200,12 @@ def run_kind(folder: Path | str) -> str:
     path = Path(folder) / CONFIG
     check(not Path(folder).is_file(), f"{folder} is a file; give the folder of a run")
     check(path.is_file(), f"{folder} is no run: {path} is missing; give a run of `acmoe train`")
-    kind = read_json(path).get("kind", LANGUAGE_RUN)
+    document = read_json(path)
+    check(
+        not document.keys() >= {"family", "weights"},
+        f"{folder} is a saved model, such as a checkpoint of a run; give the folder of the run",
+    )
+    kind = document.get("kind", LANGUAGE_RUN)
     check(isinstance(kind, str), f"{path} is damaged: its kind is {kind!r}; restore it")
     return str(kind)
 

@@ -42,7 +42,7 @@ def attach(
         skip: Number of MoE layers in front that stay plain. The first always does, since nothing
             before it forms clusters, so 0 means 1. The paper's "Skip 1" is skip=2.
         layers: Depths of the adaptive MoE layers, counted from 0 among the MoE layers of each
-            stack, in place of `skip`.
+            stack, in place of `skip`, which then keeps its default.
         blend_steps: Number of optimizer steps over which M_b = (1 - b) I + b M goes from the plain
             router, b = 0, to the adaptive one, b = 1. 0: b = 1 at once. See
             `acmoe.hf.set_blend`.
@@ -59,6 +59,10 @@ def attach(
     >>> torch.equal(model(tokens).logits, before)
     True
     """
+    check(
+        layers is None or skip == 1,
+        f"skip={skip} has no effect with layers={layers}; leave one of them out",
+    )
     options = AttachOptions(check_config(config), skip, layers, blend_steps)
     add_parts(model, options)
     adopt(model, options)

@@ -31,7 +31,8 @@ def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
     batches: tensors of token ids (B, L), or dicts of model inputs, with an attention_mask where
     there is padding. With several processes, each passes its own batches, and all the same number;
     an update then counts the tokens of all processes, as in training. A batch of padding alone
-    raises; with several processes, only if it is one on all of them.
+    raises; with several processes, only if it is one on all of them. A batch for which the model
+    gives NaN raises, too; the batches before it have been counted.
 
     >>> from transformers import MixtralConfig, MixtralForCausalLM
     >>> import acmoe
@@ -56,7 +57,7 @@ def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
             seen += 1
             inputs = _inputs(model, batch)
             _check_not_padding(inputs, groups, seen)
-            model(**inputs)
+            _check_numbers(model(**inputs), inputs, groups, seen)
             measured = measured or any(
                 bool(one.pending_buffer("last_count").any()) for one in statistics
             )
@@ -99,6 +100,28 @@ def _check_not_padding(inputs: Mapping[str, Any], groups: Sequence[str], number:
         _on_any(has_token, groups),
         f"batches: number {number} is padding alone, its attention_mask is 0 everywhere; leave it "
         "out",
+    )
+
+
+def _check_numbers(
+    output: Any, inputs: Mapping[str, Any], groups: Sequence[str], number: int
+) -> None:
+    """Raise, on every process of a group, if the model gave NaN for a token that is no padding."""
+    found = getattr(output, "logits", None)
+    found = getattr(output, "last_hidden_state", None) if found is None else found
+    if not isinstance(found, Tensor) or found.dim() != 3:
+        return
+    bad_BL = found.isnan().any(-1)
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == bad_BL.shape:
+        bad_BL = bad_BL & mask.to(bad_BL.device).bool()
+    bad = int(bad_BL.sum())
+    anywhere = [any(of_each_rank(bad > 0, group)) for group in groups] or [bad > 0]
+    where = f"for {bad} of {bad_BL.numel()} tokens" if bad else "on another process"
+    check(
+        not any(anywhere),
+        f"batches: the model gives NaN {where} of number {number}; look for inputs or weights that "
+        "are not finite, or calibrate in bfloat16 or float32",
     )
 
 

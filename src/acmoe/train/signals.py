@@ -11,8 +11,9 @@ STOP = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIG
 class StopSignals:
     """Remembers the first stop signal inside `with`; a second one acts at once.
 
-    SIGHUP comes when a terminal closes; Windows has none. Where `listens` is False, no handler is
-    installed: another thread sets `received`.
+    SIGHUP comes when a terminal closes; Windows has none. A signal that is ignored stays ignored:
+    `nohup` has a run outlive its terminal so. Where `listens` is False, no handler is installed:
+    another thread sets `received`.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,8 @@ class StopSignals:
         # Python lets only the main thread handle signals; in other threads nothing changes.
         if self.listens and threading.current_thread() is threading.main_thread():
             for number in STOP:
-                self._before[number] = signal.signal(number, self._receive)
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._receive)
         return self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -39,6 +39,19 @@ def test_words_are_numbered_as_they_first_appear_in_train_then_valid_then_test(
     assert tokens["test"] == [5, 4, 6, 0]
 
 
+def test_words_that_no_model_can_learn_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # "<unk>" stands in valid alone too, and is no such word; "x" and "y" are.
+    tokenise(tmp_path, "a b\n", "<unk> x a\n", "y y b\n")
+    assert "2 of 6 words are in the validation or test text alone, such as 'x'" in caplog.text
+    caplog.clear()
+    rare = PrepareConfig(max_vocabulary=4)
+    tokenise(tmp_path, "a b\n", "<unk> x a\n", "y y b\n", rare)
+    tokenise(tmp_path, "a b\n", "a\n", "b b\n")
+    assert not caplog.text
+
+
 def test_the_unknown_word_is_added_last_when_the_text_has_none(tmp_path: Path) -> None:
     vocabulary, _ = tokenise(tmp_path, "a b\n", "a\n", "b\n")
     assert vocabulary.symbols == ("<eos>", "a", "b", "<unk>")

@@ -11,7 +11,8 @@ class PrepareConfig:
     """Options of a corpus made from source files; the manifest has all but `allow_other_counts`.
 
     Attributes:
-        min_count: words that occur fewer times in the training text become `<unk>`; words only.
+        min_count: words that occur fewer times in the training text become `<unk>`; 1 keeps all,
+            also those of the validation or test text alone, as the published code does; words only.
         max_vocabulary: size of the vocabulary with `<eos>` and `<unk>`, most frequent words first;
             words only.
         limit: use only the first `limit` bytes of text; byte-level corpora only.

@@ -4,6 +4,7 @@ A first pass numbers words by their first appearance, in training, validation an
 order. A second pass, over the numbers only, replaces rare words and writes the narrowest dtype.
 """
 
+import logging
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,6 +68,7 @@ def write_words(
     keep = _frequent_words(numbers, folder / "train.raw", config)
     _check_words(list(numbers)[:trained], keep, files["train"][0], config.min_count)
     symbols = [word for word, stays in zip(numbers, keep, strict=True) if stays]
+    _say_untrained(symbols, {*list(numbers)[:trained], UNK})
     vocabulary = WordVocabulary(tuple(symbols if UNK in symbols else [*symbols, UNK]))
     renumber = np.full(len(keep), vocabulary.unk_id, dtype=np.int32)
     renumber[keep] = np.arange(len(symbols))
@@ -89,6 +91,17 @@ def _check_words(
         bool(keep[words].any()),
         f"min_count={min_count}: no word of {path} occurs that often; choose a lower one",
     )
+
+
+def _say_untrained(symbols: Sequence[str], trained: set[str]) -> None:
+    """Warn of words of the vocabulary that a model predicts without having seen them."""
+    new = [word for word in symbols if word not in trained]
+    if new:
+        logging.getLogger("acmoe").warning(
+            f"{len(new):,} of {len(symbols):,} words are in the validation or test text alone, "
+            f"such as {new[0]!r}; no model learns them, which raises its perplexity: "
+            "--max-vocabulary or --min-count 2 makes them <unk>"
+        )
 
 
 def _number_words(
@@ -126,7 +139,8 @@ def _frequent_words(
 ) -> NDArray[np.bool_]:
     """Return a mask of the words to keep: all, or those frequent enough in the training text.
 
-    Only the training text is counted, so that every kept word has a trained embedding.
+    Only the training text is counted, so that every kept word has a trained embedding. Where all
+    are kept, as in the published code, words of the other texts alone are kept too.
     """
     if config.min_count == 1 and config.max_vocabulary is None:
         return np.ones(len(numbers), dtype=np.bool_)

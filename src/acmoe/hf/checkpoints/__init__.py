@@ -1,6 +1,6 @@
 """Attached models on disk: their classes and config, their statistics beside adapters, loading.
 
-classes, auto, options             the class and config of an attached model, and how
+classes, config, auto, options     the class and config of an attached model, and how
                                    transformers finds them
 plain_load                         a warning where a plain class loads such a model
 conversion                         names in checkpoint files -> names of modules

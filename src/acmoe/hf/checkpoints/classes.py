@@ -8,13 +8,9 @@ run the plain model. `acmoe.hf.checkpoints.auto` registers the classes.
 """
 
 import copy
-import json
-import os
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
-import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -23,9 +19,11 @@ from acmoe.errors import check
 from acmoe.hf.adaptive import AdaptivePart
 from acmoe.hf.checkpoints.adapters import StatisticsBeside, follow_peft
 from acmoe.hf.checkpoints.auto import NAME, PREFIX, register_config, register_model
+from acmoe.hf.checkpoints.config import AdaptiveModelConfig
 from acmoe.hf.checkpoints.conversion import by_module_names
 from acmoe.hf.checkpoints.options import AttachOptions, read_options
 from acmoe.hf.checkpoints.wrappers import outermost_models
+from acmoe.hf.hooks import PLACE
 from acmoe.hf.parts import add_parts
 from acmoe.routing.statistics.step import StepStatistics
 
@@ -35,75 +33,6 @@ _MODELS: dict[tuple[type[PreTrainedModel], type[PreTrainedConfig]], type[PreTrai
 INITIALIZED = "_is_hf_initialized"  # attribute by which transformers marks what has its value
 # True while an attached model is built: some build their body by AutoModel.from_config(config).
 _NESTED: ContextVar[bool] = ContextVar("nested", default=False)
-
-
-# Fields of configs that plain classes read and check. A user may pass another value for the second.
-REFUSED = ("transformers_weights", "experts_implementation")
-REFUSAL = "an adaptive model: `import acmoe.hf` and load it by AutoModelForCausalLM or its like"
-
-
-class AdaptiveModelConfig:
-    """Base class for the configs of attached models; their field `acmoe` has `attach`'s options."""
-
-    plain_class: type[PreTrainedConfig]
-    _auto_class = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields, without the `auto_map` of remote code: it names the plain classes."""
-        fields: dict[str, Any] = super().to_dict()  # type: ignore[misc]
-        fields.pop("auto_map", None)
-        return fields
-
-    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
-        """Write the fields, and two by which every plain class refuses the checkpoint.
-
-        `MixtralForCausalLM.from_pretrained` only warns of another model type. But it raises for a
-        weights file that is no safetensors file, and for an experts implementation that it does not
-        know, and prints their names.
-        """
-        fields = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
-        name = (getattr(self, "architectures", None) or [""])[0]
-        _refuse(fields, f"{REFUSAL}, or {_by_class(name)}")
-        text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
-        Path(json_file_path).write_text(text, encoding="utf-8")
-
-    @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:
-        """Read a config, also that of a plain checkpoint: PEFT looks up the vocabulary of the base
-        model so, and transformers would warn of the other model type."""
-        fields, rest = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
-        if fields.get("model_type") == cls.plain_class.model_type:
-            fields = {**fields, "model_type": PREFIX + cls.plain_class.model_type}
-        return fields, rest
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the config without the fields by which plain classes refuse it."""
-        return super().from_dict(_without_refusal(config_dict), **kwargs)  # type: ignore[misc]
-
-
-def _by_class(name: str) -> str:
-    """Say how to load a model by its adaptive class; acmoe.hf has those of transformers' models."""
-    plain = name.removeprefix(NAME)
-    known = hasattr(transformers, plain)
-    return f"as acmoe.hf.{name}" if known else f"by acmoe.hf.adaptive_class({plain or 'ItsClass'})"
-
-
-def _refuse(fields: dict[str, Any], text: str) -> None:
-    """Write the text into a config, and into each sub-config with experts: the plain class of a
-    submodel reads its sub-config alone."""
-    fields.update(dict.fromkeys(REFUSED, text))
-    for part in fields.values():
-        if isinstance(part, dict) and "model_type" in part and any("expert" in key for key in part):
-            _refuse(part, text)
-
-
-def _without_refusal(fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_refusal(value) if isinstance(value, dict) else value
-        for key, value in fields.items()
-        if not (key in REFUSED and str(value).startswith(REFUSAL))
-    }
 
 
 class AdaptiveModel(StatisticsBeside):
@@ -158,6 +87,39 @@ class AdaptiveModel(StatisticsBeside):
         found = by_module_names(self, state_dict)
         return super().load_state_dict(found, strict, assign)  # type: ignore[misc]
 
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """Return the names of tied tensors, and none of the statistics: the patterns by which
+        DiffusionGemma ties the weights of its two stacks fit these as well."""
+        tied = super().get_expanded_tied_weights_keys(all_submodels)  # type: ignore[misc]
+        return {name: other for name, other in tied.items() if f".{PLACE}." not in name}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the plain classes: `acmoe.hf` has no name for the class of a user's model, nor
+        for a model with a config of another class than its own names."""
+        reduced = super().__reduce_ex__(protocol)
+        kind: Any = type(self)
+        if "plain_class" not in vars(kind):  # `fully_shard` has derived the class from an adaptive
+            return reduced
+        return _new_model, (kind.plain_class, kind.config_class.plain_class), *reduced[2:]
+
+
+def _new_model(plain: type[PreTrainedModel], config: type[PreTrainedConfig]) -> Any:
+    """Return an adaptive model without any attribute, for pickle."""
+    kind: Any = adaptive_class(plain, config)
+    return kind.__new__(kind)
+
+
+def _new_config(plain: type[PreTrainedConfig]) -> Any:
+    """Return an adaptive config without any field, for pickle."""
+    kind: Any = adaptive_config_class(plain)
+    return kind.__new__(kind)
+
+
+def _reduce_config(self: Any, protocol: Any) -> Any:
+    """Pickle a config by its plain class, as `AdaptiveModel` does."""
+    reduced = super(AdaptiveModelConfig, self).__reduce_ex__(protocol)
+    return _new_config, (self.plain_class,), *reduced[2:]
+
 
 def _reset_missing(statistics: StepStatistics) -> None:
     """Empty the buffers that were not loaded."""
@@ -181,6 +143,7 @@ def adaptive_config_class(plain: type[PreTrainedConfig]) -> type[PreTrainedConfi
             "plain_class": plain,
             "__module__": "acmoe.hf",
             "__doc__": f"A {plain.__name__} of a model that acmoe.attach has made adaptive.",
+            "__reduce_ex__": _reduce_config,
         }
         _CONFIGS[plain] = type(NAME + plain.__name__, (AdaptiveModelConfig, plain), namespace)
         register_config(_CONFIGS[plain], plain, adaptive_class)
