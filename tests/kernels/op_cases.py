@@ -54,6 +54,13 @@ def route_case(draw: Draw) -> Case:
     return Case((tokens, embedding, draw.normal(5)), options, (x, embedding), 1e-3)
 
 
+def few_tokens_case(draw: Draw) -> Case:
+    """Tokens that the router's kernel for CPUs serves: few, without gradient."""
+    scale, assignment = draw.normal(5, 20).exp(), draw.ids(-1, 5, 9)
+    args = (ScaledTokens(draw.normal(9, 20), scale, assignment), draw.normal(5, 20), draw.normal(5))
+    return Case(args, {"top_k": 2, "over_selected": True, "temperature": 0.7}, (), 1e-6)
+
+
 def sort_case(draw: Draw) -> Case:
     return Case((draw.ids(0, 6, 40, 2), 5))
 
@@ -230,6 +237,8 @@ CASES: dict[str, Callable[[Draw], Case]] = {
 def case_of(op: str, kernel: str) -> Callable[[Draw], Case]:
     if kernel == "cpu" and op in ("measure_dispersion", "measure_scale"):
         return partial(constant_tokens_case, op)
+    if kernel == "cpu" and op == "route":
+        return few_tokens_case
     if kernel == "cpu" and op == "expert_mlp":
         return one_token_case
     return complete_experts_case if kernel == "sonicmoe" else CASES[op]

@@ -57,6 +57,8 @@ def has_large_shared_memory() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10)
 
 
+_NOT_ON_CPU = "its kernels need a CUDA device, not cpu"
+
 # The calls that `triton_unsupported` has allowed on GPUs of NVIDIA: device, dtype, `integers`.
 _served: set[tuple[torch.device, torch.dtype, bool]] = set()
 
@@ -67,6 +69,8 @@ def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False
     on_cpu: False if the interpreter is so slow that it must be requested by name.
     integers: x holds whole numbers.
     """
+    if x.is_cpu and on_cpu and installed("triton") and not interpreting():
+        return _NOT_ON_CPU  # first: calls on a CPU ask, too, and wait for the answer
     device = x.device
     kind = device, x.dtype, integers
     if not is_compiling() and kind in _served and torch.version.hip is None:

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 OLMOE = SHAPES["olmoe"]
 # What a CPU runs in float32: the definitions, but for the statistics of clusters, the sort, and the
 # experts without gradients.
-ON_CPU = ("measure_dispersion", "measure_scale", "add_batch", "sort_rows", "expert_mlp")
+ON_CPU = ("route", "measure_dispersion", "measure_scale", "add_batch", "sort_rows", "expert_mlp")
 RUNNERS = {"language model's blocks": "fast path", "Swin's window attention": "plain path"}
 
 

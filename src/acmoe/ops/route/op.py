@@ -1,7 +1,8 @@
-"""Register the fused Triton kernel of the op `route`.
+"""Register the faster kernels of the op `route`.
 
-One kernel reads each token once and writes its affinities, chosen experts and gates, and the sums
-that the balance loss needs.
+triton   one kernel reads each token once and writes its affinities, chosen experts and gates, and
+         the sums that the balance loss needs
+cpu      few tokens without gradients, ranked by numpy (cpu.py)
 
 T tokens, D features, E experts, C clusters.
 """
@@ -12,6 +13,7 @@ from torch.compiler import is_compiling
 
 from acmoe.ops.checks import check_clusters
 from acmoe.ops.device_support import triton_unsupported
+from acmoe.ops.route import cpu
 from acmoe.ops.route.autograd import route_through
 from acmoe.ops.route.reference import Route, check_route, gate_sum, route
 from acmoe.ops.route.tokens import ScaledTokens
@@ -84,6 +86,9 @@ def fused_route(
         sums = gate_sum(clean, temperature, token_mask)  # those of the kernel include the noise
     x = _unscaled(tokens, x)
     return Route(expert_ids, gate, affinity, clean, first, x, sums, load, balance)
+
+
+route.register("cpu", unsupported=cpu.unsupported)(cpu.route_few_tokens)
 
 
 def _constant_scale(scale_CD: Tensor, assignment_T: Tensor | None) -> tuple[Tensor, Tensor | None]:

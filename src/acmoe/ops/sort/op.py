@@ -3,6 +3,9 @@
 T tokens, K experts per token, N = T * K rows, E experts, C = E clusters.
 """
 
+import functools
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -69,9 +72,12 @@ def _sort_rows_cpu(
     few = len(ids_N) <= _FEW_ROWS  # a copy takes longer than to sort them
     permutation_N = (ids_N if few else ids_N.astype(np.int16)).argsort(kind="stable")
     expert_N = ids_N.take(permutation_N)
-    inverse_N = np.empty_like(permutation_N)
-    inverse_N[permutation_N] = np.arange(len(ids_N))
-    offsets_E = expert_N.searchsorted(np.arange(num_experts), side="right")
+    if few:  # to sort few rows again takes less than two calls
+        inverse_N = permutation_N.argsort(kind="stable")
+    else:
+        inverse_N = np.empty_like(permutation_N)
+        inverse_N[permutation_N] = np.arange(len(ids_N))
+    offsets_E = expert_N.searchsorted(_numbers(num_experts), side="right")
     return Rows(
         torch.from_numpy(permutation_N),
         torch.from_numpy(inverse_N),
@@ -79,6 +85,11 @@ def _sort_rows_cpu(
         torch.from_numpy(expert_N),
         shared_empty((0,), torch.int32, expert_ids.device),
     )
+
+
+@functools.lru_cache(maxsize=8)
+def _numbers(count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.arange(count)
 
 
 def launched_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
