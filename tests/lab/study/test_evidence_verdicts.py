@@ -210,9 +210,7 @@ def test_a_loss_is_told_from_a_gain_that_is_too_small() -> None:
         assert (row.verdict, row.is_loss) == ("refuted", loss)
         text = evidence_markdown([row], []).split("## Refuted")[1].split("\n## ")[0]
         assert f"- bits: a{' (a loss)' if loss else ''}\n" in text
-        assert (
-            "gain (1 of them also excludes zero, on the side of a loss)," in headline([row])
-        ) == loss
+        assert ("Of the 1, 1 also excludes zero, on the side of a loss." in headline([row])) == loss
         assert ("paper's -5.00%, and zero, on the side of a loss." in long_runs([row])) == loss
     points = replace(CLAIM, settings=("a",), plain=70.0, adaptive=72.0, unit="points")
     (row,) = evidence_rows([points], {"long": pairs([-1.0, -1.1, -0.9])})

@@ -70,24 +70,23 @@ def answer(rows: Sequence[Row]) -> str:
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """Count the verdicts on the paper's claims, in one sentence."""
+    """Count the verdicts on the paper's claims, one kind of count in a sentence."""
     claims = [row for row in rows if row.claim.effect is not None]
     counts = Counter(row.verdict for row in claims)
     refuted, supported = counts["refuted"], counts["supported"]
     unknown = counts["undecided"] + counts["unknown"]
-    losses = sum(row.verdict == "refuted" and row.is_loss for row in claims)
-    verb = _verb("exclude", losses)
-    worse = f" ({losses} of them also {verb} zero, on the side of a loss)" if losses else ""
-    parts = [
-        f"At the lengths of training that were run here, {refuted} of "
-        f"{refuted + unknown + supported} comparisons {_verb('exclude', refuted)} the paper's "
-        f"gain{worse}, {unknown} cannot tell, and {supported} {_verb('exclude', supported)} zero, "
-        f"on the side of a gain{_gains(claims)}"
+    sentences = [
+        f"Of {refuted + unknown + supported} comparisons at the lengths of training that were run "
+        f"here, {refuted} {_verb('exclude', refuted)} the paper's gain, {unknown} cannot tell, and "
+        f"{supported} {_verb('exclude', supported)} zero, on the side of a gain{_gains(claims)}."
     ]
+    if losses := sum(row.verdict == "refuted" and row.is_loss for row in claims):
+        verb = _verb("exclude", losses)
+        sentences.append(f"Of the {refuted}, {losses} also {verb} zero, on the side of a loss.")
     if interim := counts["interim"]:
         have = "has" if interim == 1 else "have"
-        parts.append(f"{interim} more {have} fewer pairs than declared, and no verdict yet")
-    return "; ".join(parts) + "."
+        sentences.append(f"{interim} more {have} fewer pairs than declared, and no verdict yet.")
+    return " ".join(sentences)
 
 
 def _gains(claims: Sequence[Row]) -> str:
