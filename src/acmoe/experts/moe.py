@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acmoe.config.model_checks import check_top_k
 from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig, RouterConfig
 from acmoe.errors import UserError, check
 from acmoe.experts.capacity import limit_capacity
 from acmoe.experts.mlp import ExpertMLP, shaped_as
 from acmoe.experts.old_names import NOT_GIVEN, rename_emitter, renamed_emit
+from acmoe.ops.checks import check_whole
 from acmoe.ops.sort import sort_rows
 from acmoe.routing.build import build_router
 from acmoe.routing.next_state import SAME_ROUTER, NextState
@@ -80,7 +82,6 @@ class MoE(Layer):
         _check_capacity(capacity_factor)
         self.dim = dim
         self.num_experts = num_experts
-        self.top_k = top_k
         self.capacity_factor = capacity_factor
         self.router = router
         self.experts = ExpertMLP(
@@ -94,6 +95,17 @@ class MoE(Layer):
         )
         self.next_state = NextState.after(router, renamed_emit(next_router, emit))
         self.register_load_state_dict_pre_hook(rename_emitter)  # type: ignore[no-untyped-call]
+
+    @property
+    def top_k(self) -> int:
+        """The number of experts per token, that of the router."""
+        return int(unwrapped(self.router).top_k)
+
+    @top_k.setter
+    def top_k(self, value: int) -> None:
+        check_whole(value, "top_k")
+        check_top_k(value, self.num_experts)
+        unwrapped(self.router).top_k = value
 
     def forward(
         self,

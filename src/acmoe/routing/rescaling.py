@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from acmoe.config.routing import AdaptiveConfig, RandomConfig
+from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.over_ranks import world_size
-from acmoe.routing.router import Router
+from acmoe.routing.router import Router, unwrapped
 from acmoe.routing.state import Routing, RoutingState, check_mix
 
 PATIENCE = 100  # training calls without a state before the warning
@@ -34,6 +34,29 @@ class RescalingRouter(Router):
         self.base = base
         self.mix = config.mix
         self.always_k = base.always_k
+
+    # The base chooses the experts and computes the losses: what is set here is set on it.
+
+    @property
+    def top_k(self) -> int:
+        """The number of experts per token, that of the base router."""
+        return int(unwrapped(self.base).top_k)
+
+    @top_k.setter
+    def top_k(self, value: int) -> None:
+        if "base" in self._modules:  # it is missing while __init__ runs
+            unwrapped(self.base).top_k = value
+
+    @property
+    def losses(self) -> LossConfig:
+        """The weights of the auxiliary losses, those of the base router."""
+        found: LossConfig = unwrapped(self.base).losses
+        return found
+
+    @losses.setter
+    def losses(self, value: LossConfig) -> None:
+        if "base" in self._modules:
+            unwrapped(self.base).losses = value
 
     def forward(
         self, x: Tensor | ScaledTokens, state: RoutingState | None = None, **options: Any
