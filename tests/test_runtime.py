@@ -149,7 +149,9 @@ def test_kernels_leave_amd_intel_and_apple_gpus_to_plain_pytorch(
     monkeypatch.setattr("acmoe.ops.device_support.interpreting", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     for kind in ("xpu", "mps", "cuda"):
-        x = SimpleNamespace(device=torch.device(kind), dtype=torch.bfloat16, element_size=lambda: 2)
+        x = SimpleNamespace(
+            device=torch.device(kind), is_cpu=False, dtype=torch.bfloat16, element_size=lambda: 2
+        )
         assert (triton_unsupported(x) is None) == (kind == "cuda")  # type: ignore[arg-type]
         assert (grouped_gemm_unsupported(x, 8) is None) == (kind == "cuda")  # type: ignore[arg-type]
     monkeypatch.setattr(torch.version, "hip", "6.4")  # ROCm: an AMD GPU by the name of cuda

@@ -22,9 +22,14 @@ def process_group(name: str) -> ProcessGroup:
     return found
 
 
+def is_distributed() -> bool:
+    """Return True if torch.distributed runs, also with a single process."""
+    return dist.is_initialized()
+
+
 def world_size() -> int:
     """Return the number of processes that torch.distributed runs, 1 without it."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size() if is_distributed() else 1
 
 
 def everyone() -> str:

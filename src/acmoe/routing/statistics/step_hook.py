@@ -25,14 +25,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from acmoe.ops.dispatch import log_once
-from acmoe.ops.statistics.over_ranks import world_size
+from acmoe.ops.statistics.over_ranks import is_distributed, world_size
 from acmoe.ops.statistics.pending import replaying
 from acmoe.routing.statistics.group import find_groups, update_all
 from acmoe.routing.statistics.registry import (
@@ -180,7 +179,7 @@ def _is_share(optimizer: Optimizer) -> bool:
     Processes hold different layers in theirs, so the statistics wait for the step of the whole.
     """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is None or not dist.is_initialized():
+    if module is None or not is_distributed():
         return False
     kind = module.ZeroRedundancyOptimizer
     return any(getattr(one, "optim", None) is optimizer for one in instances_of(kind))
