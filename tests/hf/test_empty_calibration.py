@@ -53,8 +53,16 @@ def test_a_batch_for_which_the_model_gives_nan_is_refused_by_its_number() -> Non
         acmoe.calibrate(model, [{"inputs_embeds": good}, {"inputs_embeds": broken}])
     other = acmoe.calibrate(acmoe.attach(build("mixtral")), [{"inputs_embeds": good}])
     assert all(map(torch.equal, averages(model), averages(other)))
-    # Where such tokens are padding, the batch counts.
-    mask = torch.ones(2, 10, dtype=torch.long)
-    mask[0, 4:] = 0
-    broken[0, 4] = 0.0
-    acmoe.calibrate(model, [{"inputs_embeds": broken, "attention_mask": mask}])
+
+
+def test_nan_in_the_logits_of_padding_is_no_reason_to_refuse_a_batch() -> None:
+    model, inputs = acmoe.attach(build("mixtral")).eval(), {"inputs_embeds": torch.randn(2, 10, 32)}
+    padding = torch.zeros(2, 10, dtype=torch.bool)
+    padding[0, 4:] = True
+    model.lm_head.register_forward_hook(
+        lambda module, args, logits: logits.masked_fill(padding[..., None], torch.nan)
+    )
+    with pytest.raises(UserError, match="gives NaN for 6 of 20 tokens of number 1"):
+        acmoe.calibrate(model, [inputs])
+    acmoe.calibrate(model, [{**inputs, "attention_mask": (~padding).long()}])
+    assert any(tensor.any() for tensor in averages(model))

@@ -1,6 +1,7 @@
 """Compiled blocks give what uncompiled ones give."""
 
 from collections.abc import Iterator
+from threading import Thread
 from typing import Any, cast
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters as COUNTERS  # noqa: N812, a constant of this file
 
+from acmoe.experts.moe import MoE
 from acmoe.fast.compiled import compile_blocks
+from acmoe.models.recorded import recorded
 from acmoe.models.registry import create_model
 from slow_cases import mostly_slow
 
@@ -90,3 +93,22 @@ def test_more_kinds_of_blocks_than_the_compiler_expects_are_all_compiled() -> No
     # Two for each of the first widths; the third: dense before and after the first MoE layer, that
     # layer, which reads no scale, one between, and the last, which computes none; and two more.
     assert COUNTERS["stats"]["unique_graphs"] > 8
+
+
+def test_a_compiled_layer_records_its_routings_in_every_thread_by_one_graph() -> None:
+    layer = MoE(dim=4, hidden=4, num_experts=4, top_k=2).eval()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    counts: list[int] = []
+
+    @torch.no_grad()
+    def call() -> None:
+        with recorded([layer]) as routings:
+            compiled(torch.zeros(3, 4))
+        counts.append(len(routings))
+
+    call()
+    other = Thread(target=call)
+    other.start()
+    other.join()
+    assert counts == [1, 1]
+    assert COUNTERS["stats"]["unique_graphs"] == 1

@@ -246,6 +246,8 @@ def test_blocks_compile_whole_and_share_graphs() -> None:
         ({"tokens": torch.zeros(2, 3)}, "tokens are torch.float32; pass whole numbers"),
         ({"tokens": [[0, 1, 2]]}, "tokens are a list; pass a tensor of ids"),
         ({"targets": torch.zeros(2, 3, dtype=torch.int16)}, "targets are torch.int16"),
+        ({"targets": [[0, 1, 2]] * 2}, "targets is a list; pass a tensor with one entry per token"),
+        ({"token_mask": [[True] * 3] * 2}, "token_mask is a list; pass a tensor with one entry"),
         ({"token_mask": torch.ones(2, 3)}, "token_mask has dtype torch.float32; pass a bool"),
     ],
 )

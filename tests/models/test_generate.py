@@ -3,12 +3,12 @@
 Shapes: B batch, L length, V words.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 from generation_cases import VOCAB, draw, trained
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from acmoe.config.routing import AdaptiveConfig, CosineConfig, RouterConfig
@@ -140,6 +140,23 @@ def test_generation_leaves_the_mode_of_every_module_as_it_was(mode: bool) -> Non
     modes = {name: module.training for name, module in model.named_modules()}
     model.generate(draw(7, 1, 3), 2, temperature=0)
     assert {name: module.training for name, module in model.named_modules()} == modes
+
+
+class Merging(nn.LayerNorm):
+    """Merges a weight in evaluation mode and takes it out in training mode, as loralib does."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> Self:
+        self.merged = not mode
+        return super().train(mode)
+
+
+def test_generation_calls_the_train_method_of_a_module() -> None:
+    model = trained().train()
+    model.blocks[0].register_module("other", Merging(2))
+    model.generate(draw(7, 1, 3), 2, temperature=0)
+    assert model.blocks[0].other.training and not model.blocks[0].other.merged
 
 
 def test_batch_statistics_decode_with_those_of_the_prompt() -> None:

@@ -95,6 +95,10 @@ def test_samples_follow_the_probabilities_at_any_temperature() -> None:
         ({"prompt": [[1, 99]]}, "prompt holds id 99"),
         ({"prompt": [[1]], "prompt_mask": torch.ones(1, 1).bool()}, "needs none"),
         (
+            {"prompt": torch.ones(1, 2).long(), "prompt_mask": [[True, True]]},
+            "prompt_mask is a list; pass a bool tensor, True for real tokens",
+        ),
+        (
             {"prompt": torch.ones(1, 2).long(), "prompt_mask": torch.tensor([[True, False]])},
             "pad on the left",
         ),

@@ -21,10 +21,11 @@ def recorded(layers: Sequence[MoE | SoftMoE]) -> Iterator[list[Routing]]:
     adds those: torch.compile cannot trace the number of a thread.
     """
     found: list[Routing] = []
-    thread = _thread()
+    thread = None if torch.compiler.is_compiling() else threading.get_ident()
 
     def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        if thread is None or _thread() in (None, thread):
+        # Compiled code must not read `thread`: it would be compiled again for each thread.
+        if torch.compiler.is_compiling() or thread in (None, threading.get_ident()):
             found.append(arguments[1])  # `next_state` is handed (x, routing, state)
 
     handles = [layer.next_state.register_forward_pre_hook(note) for layer in layers]
@@ -33,8 +34,3 @@ def recorded(layers: Sequence[MoE | SoftMoE]) -> Iterator[list[Routing]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _thread() -> int | None:
-    """Return the number of this thread; None while torch.compile traces."""
-    return None if torch.compiler.is_compiling() else threading.get_ident()

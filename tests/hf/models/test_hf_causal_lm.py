@@ -42,7 +42,9 @@ def test_an_attribute_that_was_set_by_hand_is_named_when_the_model_is_saved(tmp_
         ours.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert same_state(loaded, ours) and loaded.model.moe_layers()[0].capacity_factor is None
-    loaded.save_pretrained(tmp_path)  # without a warning
+    (tmp_path / "config.json").unlink()
+    loaded.save_pretrained(tmp_path, True, loaded.state_dict())  # without a warning
+    assert (tmp_path / "config.json").is_file()
 
 
 def test_bfloat16_weights_keep_float32_statistics(pair, tmp_path):

@@ -171,6 +171,12 @@ def test_the_tables_hold_spread_interval_command_and_commit():
     assert "| 1.153 | 1.137 | Table 1 |" in page
 
 
+def test_runs_outside_a_clone_have_an_unknown_commit():
+    outside = {"commit": None, "device": "a card", "jobs": 2}
+    lines = [{**one, "environment": outside} for one in three_seeds()]
+    assert "; commit unknown; a card" in study_markdown(summarise(BYTES, lines), [])
+
+
 def test_step_times_are_those_of_the_number_at_once_that_most_runs_had():
     crowded = {"commit": "abc1234", "device": "a card", "jobs": 4}
     lines = [record("smoe", 0, 1.5), record("smoe", 1, 1.7, environment=crowded)]

@@ -46,11 +46,17 @@ FOLLOWED = "_acmoe_follows"  # attribute of a method that was wrapped here
 class StatisticsBeside:
     """Base of model classes whose statistics are saved with their adapters."""
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """Save the model. Where it has adapters of PEFT, transformers saves these alone; the
         statistics are then written beside them."""
-        super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
-        if getattr(self, "_hf_peft_config_loaded", False) and kwargs.get("is_main_process", True):
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
+        if getattr(self, "_hf_peft_config_loaded", False) and is_main_process:
             save_beside(self, [save_directory])
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:

@@ -58,7 +58,9 @@ class AcmoePreTrainedModel(StatisticsBeside, PreTrainedModel):  # type: ignore[m
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> None:
         """Save the model; warn of attributes that were set by hand, which no config has.
 
         Where it has adapters of PEFT, transformers saves these alone.
@@ -68,7 +70,7 @@ class AcmoePreTrainedModel(StatisticsBeside, PreTrainedModel):  # type: ignore[m
             with torch.device("meta"):
                 built = build_model(self.config.library)
             warn_of_attributes(self.model, built, stacklevel=2)
-        super().save_pretrained(save_directory, **kwargs)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     def check_placed(self) -> None:
         """Raise a UserError if accelerate has offloaded a tensor that it will not load in time.

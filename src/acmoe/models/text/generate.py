@@ -78,6 +78,7 @@ def generate(
     try:
         return _continue(model, tokens_BL, mask_BL, max_new_tokens, draw, stop_token, on_token)
     finally:
+        model.train(modes[0][1])  # a module may have a `train` of its own, which undoes its `eval`
         for module, training in modes:
             module.training = training
 

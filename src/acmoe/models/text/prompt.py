@@ -45,6 +45,10 @@ def _padded(
     tokens_BL = _whole(tokens_BL).to(device)
     if prompt_mask is None:
         return tokens_BL, None
+    check(
+        isinstance(prompt_mask, Tensor),
+        f"prompt_mask is a {type(prompt_mask).__name__}; pass a bool tensor, True for real tokens",
+    )
     mask_BL = prompt_mask.to(device)
     check(
         mask_BL.dtype == torch.bool,

@@ -31,6 +31,11 @@ def check_segment(
         f"tokens have shape {tuple(tokens.shape)}; pass ids of shape (streams, length), each 1 or "
         "more",
     )
+    for name, other in (("targets", targets), ("token_mask", token_mask)):
+        check(
+            other is None or isinstance(other, Tensor),
+            f"{name} is a {type(other).__name__}; pass a tensor with one entry per token",
+        )
     if token_mask is not None:
         check(
             token_mask.dtype == torch.bool,

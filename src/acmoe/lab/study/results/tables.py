@@ -81,7 +81,7 @@ def _origin(summary: Summary, group: Group) -> str:
     words = [*data, *which, "--seeds", *map(str, seeds)]
     commands = [_command(study.name, words, option.split()) for option in sorted(options)]
     environments = [record["environment"] for record in group.records]
-    commits = sorted({str(one.get("commit")) for one in environments})
+    commits = sorted({str(one.get("commit") or "unknown") for one in environments})
     devices = sorted({str(one.get("device")) for one in environments})
     jobs = group.jobs
     times = f" Step times are those of {group.timed_jobs} at once." if len(jobs) > 1 else ""
