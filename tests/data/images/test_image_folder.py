@@ -81,6 +81,13 @@ def test_a_config_gives_three_splits_of_a_tree(tmp_path: Path) -> None:
     assert len(names) == 20
 
 
+def test_two_folders_for_one_split_are_refused(tmp_path: Path) -> None:
+    for split in ("train", "val", "validation"):
+        tree(tmp_path, split, ["a", "b"])
+    with pytest.raises(UserError, match="has val, validation for one split; keep one"):
+        open_splits(tmp_path)
+
+
 def test_loose_test_images_without_labels_are_left_alone(tmp_path: Path) -> None:
     tree(tmp_path, "train", ["a"])
     tree(tmp_path, "val", ["a"])

@@ -62,10 +62,7 @@ def open_splits(root: Path | str) -> dict[str, FolderImages]:
     root = Path(root)
     fix = "put train/CLASS/ and val/CLASS/ there, or set data.source to a folder that has them"
     check(root.is_dir(), f"{root} is no folder; {fix}")
-    found = {
-        split: next((root / name for name in names if (root / name).is_dir()), None)
-        for split, names in SPLITS.items()
-    }
+    found = {split: _split_folder(root, names) for split, names in SPLITS.items()}
     train = found.pop("train")
     if train is None:
         raise UserError(f"{root} has no folder train; {fix}")
@@ -75,6 +72,16 @@ def open_splits(root: Path | str) -> dict[str, FolderImages]:
         if folder is not None and (split != "test" or _has_classes(folder)):
             splits[split] = open_folder(folder, classes=splits["train"].classes, title=root.name)
     return splits
+
+
+def _split_folder(root: Path, names: Sequence[str]) -> Path | None:
+    """Return the folder of a split, under the one of its names that is there; None if none is."""
+    found = [root / name for name in names if (root / name).is_dir()]
+    check(
+        len(found) < 2,
+        f"{root} has {', '.join(path.name for path in found)} for one split; keep one",
+    )
+    return found[0] if found else None
 
 
 def _has_classes(folder: Path) -> bool:
