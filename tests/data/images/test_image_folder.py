@@ -61,9 +61,11 @@ def test_files_that_are_not_read_are_counted(
     (tmp_path / "train" / "a" / ".DS_Store").write_text("hidden")
     for name in ("a/photo.heic", "b/boxes.txt"):
         (tmp_path / "train" / name).write_text("no image that is read")
+    (tmp_path / "train" / "z.png").write_text("in no class")
+    (tmp_path / "train" / "README.txt").write_text("no image, and in no class")
     assert len(open_folder(tmp_path / "train")) == 4
     (said,) = caplog.messages
-    assert "train: 2 files are not read, such as " in said and "a/photo.heic; the names" in said
+    assert "train: 3 files are not read, such as " in said and "a/photo.heic; images lie" in said
 
 
 def test_a_config_gives_three_splits_of_a_tree(tmp_path: Path) -> None:

@@ -39,11 +39,10 @@ def open_folder(
     named after one of them.
     """
     folder = Path(folder)
-    names = _class_folders(folder)
+    names, others = _class_folders(folder)
     numbers = {name: number for number, name in enumerate(classes or names)}
     files: list[str] = []
     labels: list[int] = []
-    others: list[str] = []
     for name in names:
         check(
             name in numbers,
@@ -88,18 +87,23 @@ def _has_classes(folder: Path) -> bool:
     return any(entry.is_dir() for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
-def _class_folders(folder: Path) -> list[str]:
+def _class_folders(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the sorted names of the class folders, and the image files that lie beside them."""
     try:
         with os.scandir(folder) as found:
             entries = [entry for entry in found if not entry.name.startswith(".")]
     except OSError as error:
         raise UserError(f"cannot list {folder}: {error.strerror}") from error
     names = sorted(entry.name for entry in entries if entry.is_dir())
+    loose = [
+        entry.path
+        for entry in entries
+        if entry.name.lower().endswith(SUFFIXES) and not entry.is_dir()
+    ]
     if not names:
-        loose = any(entry.name.lower().endswith(SUFFIXES) for entry in entries)
         what = "holds images outside class folders" if loose else "holds no class folders"
         raise UserError(f"{folder} {what}; sort its images into one folder for each class")
-    return names
+    return names, loose
 
 
 def _image_files(folder: Path, others: list[str]) -> list[str]:
@@ -143,9 +147,10 @@ def _check_no_circle(link: str) -> None:
 
 
 def _say_left_out(folder: Path, others: Sequence[str]) -> None:
-    """Warn of files that are not read, since their names do not end as those of images do."""
+    """Warn of files that are not read, for their names or since they lie in no class folder."""
     if others:
         logging.getLogger("acmoe").warning(
             f"{folder}: {len(others):,} {'file is' if len(others) == 1 else 'files are'} not read, "
-            f"such as {min(others)}; the names of images end in {', '.join(SUFFIXES)}"
+            f"such as {min(others)}; images lie in class folders, with names that end in "
+            f"{', '.join(SUFFIXES)}"
         )
