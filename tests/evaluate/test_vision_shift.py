@@ -69,6 +69,19 @@ def test_a_choice_is_made_among_the_sets_own_classes() -> None:
     assert json.loads(json.dumps(report.to_json()))["statistics"] == "none"
 
 
+def test_labels_name_their_classes_whatever_the_order_of_the_models_classes() -> None:
+    model = seeded_model(lambda: Linear(10, 8))
+    shifted = random_images([n % 3 for n in range(25)], classes=FOLDERS)
+    # The model's classes are not sorted: n7 is its class 2, n5 its class 4 and n2 its class 7.
+    order = ("n9", "n8", "n7", "n6", "n5", "n4", "n3", "n2", "n1", "n0")
+    report = evaluate_shift(model, "imagenet-a", shifted, PLAIN, classes=order)
+    hits = sum(
+        int(logits_of(model, shifted, index)[[7, 4, 2]].argmax()) == index % 3
+        for index in range(25)
+    )
+    assert report.value == 100 * hits / 25
+
+
 def test_strangers_are_found_by_low_confidence_among_known_classes() -> None:
     model = seeded_model(lambda: Linear(10, 8))
     strange = random_images([n % 3 for n in range(6)], classes=FOLDERS, seed=1)

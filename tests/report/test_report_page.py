@@ -41,6 +41,13 @@ def test_any_text_survives_in_a_script_element(text: str) -> None:
     assert not set(written) & set("<>&\u2028\u2029")
 
 
+def test_a_class_whose_name_is_no_utf8_stands_in_the_page() -> None:
+    name = b"c\xff".decode("utf-8", "surrogateescape")  # as a folder of that name is listed
+    written = escaped_json({"classes": [name, "naïve"]})
+    assert written.encode("utf-8") == '{"classes":["c\\udcff","naïve"]}'.encode()
+    assert json.loads(written)["classes"] == [name, "naïve"]
+
+
 def test_figures_that_are_no_numbers_become_null() -> None:
     values = [float("nan"), float("inf"), 1.5, {"x": -float("inf")}, (2.0,)]
     assert json.loads(escaped_json(values)) == [None, None, 1.5, {"x": None}, [2.0]]

@@ -46,7 +46,7 @@ class Finetune:
     def run(self) -> int:
         from acmoe.config.text.finetune import finetune_config
         from acmoe.evaluate.run import open_run
-        from acmoe.train.finetune import finetune, finetune_folder
+        from acmoe.train.finetune import PUBLISHED, finetune, finetune_folder
         from acmoe.train.threads import choose_threads, use_threads
 
         chosen: dict[str, Any] = {"epochs": self.epochs, "lr": self.lr, "batch": self.batch}
@@ -66,10 +66,11 @@ class Finetune:
         if self.json:
             print(json_text(report.to_json()))
         else:
+            drawn = "" if report.splits == PUBLISHED else f"; {report.splits}"
             print(
                 f"{report.task} ({report.form} form): test accuracy {report.test_accuracy:.2f}% "
                 f"on {report.sentences['test']:,} sentences (most frequent class "
                 f"{report.majority:.2f}%), chosen by dev accuracy {report.dev_accuracy:.2f}% at "
-                f"epoch {report.best_epoch}; {report.folder}"
+                f"epoch {report.best_epoch}{drawn}; {report.folder}"
             )
         return 0

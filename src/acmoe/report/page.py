@@ -53,7 +53,8 @@ def escaped_json(data: Any) -> str:
     """Write JSON that is safe inside a script element, whatever texts the data hold."""
     finite = finite_or_null(data)
     text = json.dumps(finite, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.translate(ESCAPES)
+    # A name of a folder that is no UTF-8 has lone surrogates: JSON can escape them, UTF-8 has none.
+    return text.translate(ESCAPES).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def render(data: dict[str, Any], *, live: bool = False) -> str:

@@ -140,6 +140,11 @@ def test_missing_and_doubled_files_are_explained(tmp_path: Path) -> None:
         np.savez(tmp_path / name, **packed(2))
     with pytest.raises(UserError, match=r"has train_32\.npz, train_64\.npz for one split"):
         open_array_splits(tmp_path)
+    (tmp_path / "train_64.npz").unlink()
+    for name in ("val.npz", "valid_32.npz"):
+        np.savez(tmp_path / name, **packed(2))
+    with pytest.raises(UserError, match=r"has val\.npz, valid_32\.npz for one split"):
+        open_array_splits(tmp_path)
 
 
 def test_a_broken_image_inside_is_named(tmp_path: Path) -> None:

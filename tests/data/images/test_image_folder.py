@@ -37,6 +37,37 @@ def test_classes_are_the_sorted_folder_names_and_files_are_sorted(tmp_path: Path
     assert splits["train"].where(4).endswith("train/n02/1.PNG")
 
 
+def test_images_in_folders_of_a_class_are_read_as_torchvision_reads_them(tmp_path: Path) -> None:
+    tree(tmp_path, "train", ["a", "b"])
+    for inner in ("images", ".cache"):  # Tiny ImageNet has CLASS/images/file
+        (tmp_path / "train" / "a" / inner).mkdir()
+        Image.fromarray(random_pixels((4, 4, 3))).save(tmp_path / "train" / "a" / inner / "9.png")
+    (tmp_path / "train" / "b" / "more").symlink_to(tmp_path / "train" / "a" / "images")
+    images = open_folder(tmp_path / "train")
+    below = [str(Path(file).relative_to(tmp_path / "train")) for file in images.files]
+    assert below == ["a/0.PNG", "a/1.PNG", "a/images/9.png", "b/0.PNG", "b/1.PNG", "b/more/9.png"]
+    assert images.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    (tmp_path / "train" / "b" / "circle").symlink_to(tmp_path / "train")
+    with pytest.raises(UserError, match="b/circle is a link to a folder that holds it; remove"):
+        open_folder(tmp_path / "train")
+
+
+def test_files_that_are_not_read_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tree(tmp_path, "train", ["a", "b"])
+    open_folder(tmp_path / "train")
+    assert not caplog.messages
+    (tmp_path / "train" / "a" / ".DS_Store").write_text("hidden")
+    for name in ("a/photo.heic", "b/boxes.txt"):
+        (tmp_path / "train" / name).write_text("no image that is read")
+    (tmp_path / "train" / "z.png").write_text("in no class")
+    (tmp_path / "train" / "README.txt").write_text("no image, and in no class")
+    assert len(open_folder(tmp_path / "train")) == 4
+    (said,) = caplog.messages
+    assert "train: 3 files are not read, such as " in said and "a/photo.heic; images lie" in said
+
+
 def test_a_config_gives_three_splits_of_a_tree(tmp_path: Path) -> None:
     tree(tmp_path, "train", ["a", "b"], each=10)
     tree(tmp_path, "val", ["a", "b"])
@@ -50,6 +81,13 @@ def test_a_config_gives_three_splits_of_a_tree(tmp_path: Path) -> None:
     assert kept.test.where(0).startswith(str(tmp_path / "val"))
     names = {kept.train.where(i) for i in range(16)} | {kept.valid.where(i) for i in range(4)}
     assert len(names) == 20
+
+
+def test_two_folders_for_one_split_are_refused(tmp_path: Path) -> None:
+    for split in ("train", "val", "validation"):
+        tree(tmp_path, split, ["a", "b"])
+    with pytest.raises(UserError, match="has val, validation for one split; keep one"):
+        open_splits(tmp_path)
 
 
 def test_loose_test_images_without_labels_are_left_alone(tmp_path: Path) -> None:
@@ -104,3 +142,14 @@ def test_a_broken_file_is_named_when_it_is_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train/a/0\.PNG is no readable image"):
         images.pixels(0)
     assert images.pixels(1).shape == (10, 12, 3)
+
+
+def test_a_link_to_nothing_is_named_when_it_is_read(tmp_path: Path) -> None:
+    tree(tmp_path, "train", ["a"])
+    (tmp_path / "train" / "a" / "9.png").symlink_to(tmp_path / "nowhere.png")
+    images = open_folder(tmp_path / "train")
+    with pytest.raises(UserError, match=r"a/9\.png is a link to a missing file; restore the file"):
+        images.pixels(2)
+    (tmp_path / "train" / "a" / "0.PNG").unlink()
+    with pytest.raises(UserError, match=r"a/0\.PNG is missing, and was there before"):
+        images.pixels(0)

@@ -116,20 +116,18 @@ def open_arrays(
 
 def _split_file(folder: Path, names: tuple[str, ...]) -> Path | None:
     """Find NAME.npz, or the only file NAME*.npz, plain or compressed; None if there is none."""
-    for name in names:
-        found = [
-            path
-            for ending in (".npz", ".npz.xz", ".npz.gz")
-            for path in sorted(folder.glob(f"{name}*{ending}"))
-            if path.name == name + ending or not path.name[len(name)].isalpha()
-        ]
-        check(
-            len(found) < 2,
-            f"{folder} has {', '.join(path.name for path in found)} for one split; keep one",
-        )
-        if found:
-            return found[0]
-    return None
+    found = [
+        path
+        for name in names
+        for ending in (".npz", ".npz.xz", ".npz.gz")
+        for path in sorted(folder.glob(f"{name}*{ending}"))
+        if path.name == name + ending or not path.name[len(name)].isalpha()
+    ]
+    check(
+        len(found) < 2,
+        f"{folder} has {', '.join(path.name for path in found)} for one split; keep one",
+    )
+    return found[0] if found else None
 
 
 def _load(path: Path) -> Arrays:

@@ -22,10 +22,11 @@ _DIGESTS = {
 
 
 def class_subset(shift: Shift, folders: Sequence[str], classes: Sequence[str]) -> Indices:
-    """Return the sorted indices, among a model's classes, of the classes of a shifted set.
+    """Return the indices, among a model's classes, of a shifted set's folders, in their order.
 
-    Folders and classes are named by WordNet ids. For a model with all 1000 classes of ImageNet the
-    subset must be the published one; for other models any subset is accepted.
+    Logits selected by these indices have the order of the set's labels. Folders and classes are
+    named by WordNet ids. For a model with all 1000 classes of ImageNet the subset must be the
+    published one; for other models any subset is accepted.
     """
     if shift not in _DIGESTS:
         raise UserError(f"shift={shift!r} is unknown; choose one of {', '.join(_DIGESTS)}")
@@ -36,7 +37,7 @@ def class_subset(shift: Shift, folders: Sequence[str], classes: Sequence[str]) -
         f"{shift} has folders {', '.join(missing[:3])} ({len(missing)} in all) that are no class "
         "of the model; name folders and classes by their WordNet ids",
     )
-    subset = np.sort([numbers[name] for name in folders]).astype(np.int64)
+    subset = np.array([numbers[name] for name in folders], dtype=np.int64)
     check(
         len(subset) >= 2,
         f"{shift} has folders for {len(subset)} classes of the model; at least 2 are needed",
@@ -55,7 +56,7 @@ def _check_published(shift: Shift, subset: Indices, classes: Sequence[str]) -> N
         len(subset) == SUBSET,
         f"{shift} has {len(subset)} class folders, published are {SUBSET}; fetch it again",
     )
-    digest = hashlib.sha256(",".join(map(str, subset)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(",".join(map(str, np.sort(subset))).encode()).hexdigest()[:16]
     check(
         digest == _DIGESTS[shift],
         f"the {SUBSET} class folders are not those of {shift} (digest {digest}, published "

@@ -44,11 +44,16 @@ def decode(file: bytes | str | Path, where: str) -> Pixels:
     except UserError:
         raise
     except FileNotFoundError as error:
+        if isinstance(file, (str, Path)) and Path(file).is_symlink():
+            raise UserError(
+                f"{where} is a link to a missing file; restore the file, or remove the link"
+            ) from error
         raise UserError(f"{where} is missing, and was there before; start again") from error
     except (*_BROKEN, module.DecompressionBombError) as error:
         reason = str(error).splitlines()[0].partition(" <")[0] or type(error).__name__
         raise UserError(
-            f"{where} is no readable image ({reason}); fetch it again, or remove it"
+            f"{where} is no readable image ({reason}); fetch it again or put another in its place; "
+            "to remove it is safe until a training has begun"
         ) from error
 
 

@@ -17,7 +17,7 @@ from acmoe.config.text.finetune import FinetuneConfig
 from acmoe.data.progress import Progress, silent
 from acmoe.data.text.sentence_batches import SentenceBatch, encode_sentences, sentence_batches
 from acmoe.data.text.sentences import Sentence, task_of
-from acmoe.data.text.vocabulary import Vocabulary
+from acmoe.data.text.vocabulary import Vocabulary, WordVocabulary
 from acmoe.data.transfer import to_device
 from acmoe.errors import NonFiniteError, UserError, check
 from acmoe.evaluate.finite import FiniteLogits
@@ -96,6 +96,19 @@ class Finetuner:
         self.model = Classifier(backbone, classes, config).to(device)
         self.optimizer = adam(
             self.model, lr=config.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+        )
+
+    def unknown_words(self) -> str:
+        """Say how many tokens of the sentences are `<unk>`; empty where there is none."""
+        if not isinstance(self.vocabulary, WordVocabulary):
+            return ""
+        sentences = [one.tokens for split in self.rows.values() for one in split]
+        unknown = sum(int((tokens == self.vocabulary.unk_id).sum()) for tokens in sentences)
+        if unknown == 0:
+            return ""
+        return (
+            f"{unknown:,} of {sum(map(len, sentences)):,} tokens are words that the vocabulary "
+            "lacks; the model reads <unk> instead"
         )
 
     def train_epoch(self, epoch: int, progress: Progress = silent) -> float:

@@ -30,6 +30,7 @@ from acmoe.train.metrics_log import drop_records_after
 from acmoe.train.run_folder import claim, write_vocabulary
 
 KEPT = 2  # checkpoints: where the latest is damaged, the one before it is continued
+PUBLISHED = "all as published"  # the origin of splits that are not drawn here
 HELD_OUT = 10  # a missing development set is one training sentence in ten
 
 
@@ -77,8 +78,8 @@ def finetune(
     with claim(out, config), seeded(config.seed, device):
         store = CheckpointStore(out / CHECKPOINTS, keep=KEPT) if checkpoints else None
         finetuner = Finetuner(run, config, rows, device, store)
-        if note:
-            console.print(f"{config.task}: {note}", highlight=False, markup=False, soft_wrap=True)
+        for line in filter(None, (note, finetuner.unknown_words())):
+            console.print(f"{config.task}: {line}", highlight=False, markup=False, soft_wrap=True)
         try:
             accuracies = _train(finetuner, out / METRICS, console)
             best = best_epoch(accuracies)
@@ -161,7 +162,7 @@ def task_splits(
 ) -> tuple[dict[str, list[Sentence]], str]:
     """Make train, dev and test from the published splits; also return how, in words."""
     if {"dev", "test"} <= set(found):
-        return {name: found[name] for name in ("train", "dev", "test")}, "all as published"
+        return {name: found[name] for name in ("train", "dev", "test")}, PUBLISHED
     generator = torch.Generator().manual_seed(derive_seed(seed, "held-out sentences"))
     order = torch.randperm(len(found["train"]), generator=generator).tolist()
     cut = max(1, len(order) // HELD_OUT)
