@@ -246,7 +246,7 @@ def test_global_statistics_find_the_mesh_while_parameters_are_whole(
 
 
 def test_sharded_parameters_name_their_group_without_a_search(two: list[dict[str, Any]]) -> None:
-    """To search all objects takes up to 0.1 s, for each layer."""
+    """To search all objects takes about 0.1 s, for each layer."""
     assert [one["sharded, searches"] for one in two] == [0, 0]
 
 

@@ -86,7 +86,7 @@ class Ranks:
         return self.sharded(torch.empty(own, dtype=dtype, device=device))
 
     def add(self, *numbers: float) -> list[float]:
-        """Return the sums of numbers of the host over all processes."""
+        """Return the sum of each number over all processes; the numbers are on the host."""
         if self.mesh is None:
             return list(numbers)
         # Tensors of the CPU go through gloo: the device is not waited for.

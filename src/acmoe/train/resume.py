@@ -77,7 +77,10 @@ def read_latest(
                     f"{folder} cannot be read ({cause}); nothing was changed"
                 ) from cause
             earlier = checkpoints(store.folder)[:-1]
-            check(bool(earlier), f"{error}; there is no earlier checkpoint")
+            check(
+                bool(earlier),
+                f"{error}; there is no earlier checkpoint, so that training then starts again",
+            )
             aside = store.set_aside(folder)
             notes.append(f"{error}; kept as {aside}, going on from {earlier[-1].name}")
     return None, notes

@@ -92,7 +92,7 @@ def test_steps_inside_the_backward_are_one_step_after_it(router: str, replay: bo
 
 
 def test_one_search_finds_the_optimizers_of_all_parameters() -> None:
-    """None of them has stepped before; to search all objects of a process takes up to 0.1 s."""
+    """None of them has stepped before; to search all objects of a process takes about 0.1 s."""
     blocks = Blocks("running", replay=False)
     step_in_hooks(list(blocks.parameters()), lr=0.1)
     with mock.patch("gc.get_referrers", wraps=gc.get_referrers) as searches:

@@ -168,7 +168,7 @@ def follow_peft() -> None:
 def _load_from(
     model: nn.Module, place: str | os.PathLike[str], options: dict[str, Any], adapter: str
 ) -> None:
-    """Load the statistics beside an adapter in a folder, or in a repository of the hub."""
+    """Load the statistics saved beside an adapter, in a folder or in a repository of the hub."""
     directory = _folder_of(model, place, options)
     if directory is not None:
         load_beside(model, directory, adapter)

@@ -139,7 +139,7 @@ class Study:
         return tuple(name for part in self.parts for name in part.settings)
 
     def declared(self, setting: str) -> int | None:
-        """Return the number of pairs that was declared for a setting; None: no number was."""
+        """Return how many pairs were declared for a setting, or None if no number was declared."""
         return self.declared_in.get(setting, self.declared_pairs)
 
     def cells(

@@ -98,8 +98,8 @@ def _update(optimizer: Optimizer) -> None:
     update_all(_alive(trained.held))
     unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
     if not trained.searched and any(one.has_pending or world_size() > 1 for one in unclaimed):
-        # They may belong to an optimizer that has not taken its first step yet. To find it takes up
-        # to 0.1 s, so this is done only where a batch is pending, here or on another process.
+        # They may belong to an optimizer that has not taken its first step yet. To find it takes
+        # about 0.1 s, so this is done only where a batch is pending, here or on another process.
         trained = trained_by(optimizer, search=True)
         unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

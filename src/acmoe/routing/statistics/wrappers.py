@@ -1,7 +1,7 @@
 """Find the objects of torch that train a layer: optimizers, and wrappers of torch.distributed.
 
 A layer has no reference to the optimizer that holds its parameters, nor to the wrapper around it,
-so they are looked for among all objects of the process. That takes up to 0.1 s.
+so they are looked for among all objects of the process. That takes about 0.1 s.
 """
 
 import gc

@@ -50,8 +50,8 @@ SHOWN: tuple[tuple[Shown, ...], ...] = (
 def answer(rows: Sequence[Row]) -> str:
     """Say whether a comparison that was declared before its runs shows a gain.
 
-    Rows without an interval, such as those of two declared pairs, cannot show one: they are not
-    counted.
+    Rows without an interval, such as those of two declared pairs, are not counted, because they
+    cannot show a gain.
     """
     verdicts = [
         row.verdict

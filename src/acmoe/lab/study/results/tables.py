@@ -92,7 +92,7 @@ def _origin(summary: Summary, group: Group) -> str:
 
 
 def _command(name: str, words: list[str], options: list[str]) -> str:
-    """Return the command of a study; settings (KEY=VALUE) come first, or they would be seeds."""
+    """Return the command of a study; KEY=VALUE comes first, since after --seeds it is a seed."""
     settings = [one for one in options if "=" in one and not one.startswith("--")]
     others = [one for one in options if one not in settings]
     return " ".join(["acmoe study", name, *settings, *words, *others])

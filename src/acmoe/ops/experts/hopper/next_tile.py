@@ -57,13 +57,19 @@ def dispatch_tiles(mailbox, num_used_ptr, num_n, counter_ptr):
 
 @gluon.jit
 def want_tile(mailbox, pred=True):
-    """Reader, once for each tile: arrive at "wanted" if pred; the number of this tile was read."""
+    """Arrive at "wanted" if pred: the reader has read the number of this tile.
+
+    Each reader calls it once for each tile.
+    """
     mbarrier.arrive(mailbox[2], pred=pred)
 
 
 @gluon.jit
 def next_tile(mailbox, local_tile):
-    """Reader: wait for the number of the tile after the program's local_tile-th, and return it."""
+    """Wait until the number of the program's next tile is in the mailbox, and return that number.
+
+    local_tile: how many tiles the program has begun before the present one. The readers call it.
+    """
     number, ready, _wanted = mailbox
     mbarrier.wait(ready, local_tile & 1)
     return gl.max(number.load(_one_number(gl.num_warps())), 0)
