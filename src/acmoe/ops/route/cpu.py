@@ -69,7 +69,10 @@ def route_few_tokens(
     noise: None = None,
     balance_weight: float | None = None,
 ) -> Route:
-    """Compute the op `route`. `unsupported` has refused mask and noise."""
+    """Compute the op `route`. `unsupported` has refused mask and noise.
+
+    As in the definition, `balance_weight` changes nothing: `gate_sum` and `load` are returned.
+    """
     check_route(tokens, embedding, top_k, token_mask, noise)
     clean_TE = F.linear(_rows(tokens), embedding, bias)
     best_TK, expert_ids_TK = clean_TE.topk(top_k)
