@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 
 from acmoe.cli import main
-from acmoe.cli.analyze import Analyze
+from acmoe.cli.run.analyze import Analyze
 from acmoe.cli.study import Study
 from acmoe.errors import UserError
 from acmoe.lab import theory

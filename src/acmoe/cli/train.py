@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
-from acmoe.cli.run_options import check_read
+from acmoe.cli.arguments.unread import check_read
 
 if TYPE_CHECKING:
     from acmoe.config.images.train import VisionRunConfig

@@ -9,10 +9,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from acmoe.cli.arguments.parse import Command, parse
 from acmoe.cli.bench import Bench
 from acmoe.cli.bench.terminal import terminal_tables
 from acmoe.cli.bench.tools import Table
-from acmoe.cli.parse import Command, parse
 from acmoe.errors import UserError
 from acmoe.lab.bench import results
 from acmoe.lab.bench.layer import LayerConfig, bench_layer

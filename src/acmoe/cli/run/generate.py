@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 from torch import Tensor
 
-from acmoe.cli.run_options import run_threads
+from acmoe.cli.run.options import run_threads
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from acmoe.cli.run_options import capacity_option, run_threads, set_attack_options
+from acmoe.cli.run.options import capacity_option, run_threads, set_attack_options
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from rich.console import Console
 
-from acmoe.cli.run_options import capacity_option, run_threads
+from acmoe.cli.run.options import capacity_option, run_threads
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:

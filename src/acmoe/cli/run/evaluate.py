@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from acmoe.cli.run_options import capacity_option, check_contaminate, run_threads
+from acmoe.cli.run.options import capacity_option, check_contaminate, run_threads
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
