@@ -50,7 +50,7 @@ class Layer:
     --graph add their names after `layer`."""
 
     def run(self) -> int:
-        from acmoe.lab.bench.layer import LayerConfig, bench_layer
+        from acmoe.lab.bench.layers.layer import LayerConfig, bench_layer
 
         config = LayerConfig(
             shapes=self.shapes,
@@ -99,7 +99,7 @@ class Router:
     their names after `router`."""
 
     def run(self) -> int:
-        from acmoe.lab.bench.router import RouterBenchConfig, bench_router
+        from acmoe.lab.bench.layers.router import RouterBenchConfig, bench_router
 
         config = RouterBenchConfig(
             shapes=self.shapes,
@@ -148,7 +148,7 @@ class Train:
     """Also write benchmarks/results/DATE-train-DEVICE.json."""
 
     def run(self) -> int:
-        from acmoe.lab.bench.train import TrainBenchConfig, bench_train
+        from acmoe.lab.bench.models.train import TrainBenchConfig, bench_train
 
         config = TrainBenchConfig(
             models=self.models,
@@ -201,7 +201,7 @@ class Hf:
     """Also write benchmarks/results/DATE-hf-DEVICE.json."""
 
     def run(self) -> int:
-        from acmoe.lab.bench.hf import HfBenchConfig, bench_hf
+        from acmoe.lab.bench.models.hf import HfBenchConfig, bench_hf
 
         config = HfBenchConfig(
             models=self.models,
@@ -281,7 +281,7 @@ class Bench:
     def _measure(self) -> int:
         """Run the subcommand. With --save, check first that the report can be written."""
         if getattr(self.action, "save", False):
-            from acmoe.lab.bench.results import FOLDER
+            from acmoe.lab.bench.harness.results import FOLDER
             from acmoe.storage.writable import check_can_fill
 
             check_can_fill(FOLDER)

@@ -36,7 +36,7 @@ class Generate:
     """Also write benchmarks/results/DATE-generate-DEVICE.json."""
 
     def run(self) -> int:
-        from acmoe.lab.bench.generate import GenerateBenchConfig, bench_generate
+        from acmoe.lab.bench.models.generate import GenerateBenchConfig, bench_generate
 
         config = GenerateBenchConfig(
             models=self.models,

@@ -34,7 +34,7 @@ class Host:
     """Also write benchmarks/results/DATE-host-DEVICE.json; --forward adds its name after `host`."""
 
     def run(self) -> int:
-        from acmoe.lab.bench.host import HostConfig, bench_host
+        from acmoe.lab.bench.layers.host import HostConfig, bench_host
 
         config = HostConfig(
             shapes=self.shapes,
@@ -154,7 +154,7 @@ class Table:
     """Folder with the saved reports."""
 
     def run(self) -> int:
-        from acmoe.lab.bench.table import update_page
+        from acmoe.lab.bench.harness.table import update_page
 
         count = update_page(self.page, self.results)
         print(f"{self.page}: {count} {'table' if count == 1 else 'tables'}")
