@@ -6,6 +6,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from acmoe.cli.arguments.shared import Device, Json
 from acmoe.cli.bench.generate import Generate
 from acmoe.cli.bench.output import command_of, say, show
 from acmoe.cli.bench.tools import Host, Profile, Scaling, Table, Tune
@@ -41,10 +42,8 @@ class Layer:
     """Time replays of a CUDA graph, which excludes the launch overhead of a small layer."""
     repeat: int = 50
     """Number of rounds, at least 2. Every implementation runs once per round."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON."""
+    device: Device = "auto"
+    json: Json = False
     save: bool = False
     """Also write benchmarks/results/DATE-layer-DEVICE.json; sonicmoe alone, --skew, --forward and
     --graph add their names after `layer`."""
@@ -90,10 +89,8 @@ class Router:
     """Apply torch.compile to the whole layer."""
     repeat: int = 50
     """Number of rounds, at least 2. Every mode runs once per round."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON."""
+    device: Device = "auto"
+    json: Json = False
     save: bool = False
     """Also write benchmarks/results/DATE-router-DEVICE.json; --compile, --forward and --graph add
     their names after `router`."""
@@ -140,10 +137,8 @@ class Train:
     """Precision of the step: bf16 (autocast) or fp32."""
     repeat: int = 20
     """Number of rounds, at least 2. Every router and variant runs once per round."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON."""
+    device: Device = "auto"
+    json: Json = False
     save: bool = False
     """Also write benchmarks/results/DATE-train-DEVICE.json."""
 
@@ -193,10 +188,8 @@ class Hf:
     """Data type of the weights: bf16, fp16 or fp32; auto takes bf16 on a GPU and fp32 on a CPU."""
     repeat: int = 5
     """Number of rounds, at least 2. Every implementation runs once per round."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON."""
+    device: Device = "auto"
+    json: Json = False
     save: bool = False
     """Also write benchmarks/results/DATE-hf-DEVICE.json."""
 

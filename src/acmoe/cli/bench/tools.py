@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from acmoe.cli.arguments.shared import Device, Json
 from acmoe.cli.bench.output import command_of, say, show
 
 
@@ -26,10 +27,8 @@ class Host:
     """Time the calls without gradients alone."""
     repeat: int = 50
     """Number of rounds of ten calls, at least 2. Quartiles are those of the rounds' means."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON."""
+    device: Device = "auto"
+    json: Json = False
     save: bool = False
     """Also write benchmarks/results/DATE-host-DEVICE.json; --forward adds its name after `host`."""
 
@@ -76,10 +75,8 @@ class Profile:
     fp32."""
     top: int = 30
     """Number of kernels to list; the others are summed up in one row."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON."""
+    device: Device = "auto"
+    json: Json = False
     save: bool = False
     """Also write benchmarks/results/DATE-profile-DEVICE.json."""
 
@@ -124,8 +121,7 @@ class Tune:
     """Number of processes that compile; one per core if not given."""
     repeat: int = 15
     """Number of timed calls of each candidate, at least 2."""
-    json: bool = False
-    """Print the result as JSON."""
+    json: Json = False
     save: bool = False
     """Also write benchmarks/results/DATE-tune-DEVICE.json."""
 

@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from acmoe.cli.arguments.shared import Device
 from acmoe.cli.arguments.unread import check_read
 
 if TYPE_CHECKING:
@@ -82,8 +83,7 @@ class Study:
     """Number of images attacked by SPSA; the study's own if not given."""
     brief: bool = False
     """Leave out finetuning and attacks."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
+    device: Device = "auto"
     list: bool = False
     """List the studies, or the cells of one study and how each ended in --out, and stop. Records of
     any data count, unless --data is given: then the data are prepared, and theirs alone count."""
