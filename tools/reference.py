@@ -95,8 +95,8 @@ def help_pages() -> Iterator[tuple[tuple[str, ...], str]]:
 
 def help_page(*command: str) -> str:
     """Return what `acmoe COMMAND --help` prints, without the lines about --help itself."""
+    from acmoe.cli.arguments.parse import parse
     from acmoe.cli.commands import COMMANDS
-    from acmoe.cli.parse import parse
 
     shown = io.StringIO()
     columns = os.environ.get("COLUMNS")

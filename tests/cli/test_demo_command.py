@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from acmoe.cli import demo
+from acmoe.cli.arguments.parse import parse
 from acmoe.cli.commands import COMMANDS
 from acmoe.cli.demo import Demo, may_open_browser, next_commands
-from acmoe.cli.parse import parse
 from acmoe.train.side_by_side.compare import Comparison, Curve, Row
 
 

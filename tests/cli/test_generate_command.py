@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from acmoe.cli.generate import GeneratedText
+from acmoe.cli.run.generate import GeneratedText
 from acmoe.data.text.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
 from command import acmoe
 from tiny_runs import QUIET, byte_corpus, tiny_run, train
@@ -58,7 +58,7 @@ def test_the_pieces_join_to_the_decoded_text(
     ids: list[int],
     every: float,
 ) -> None:
-    monkeypatch.setattr("acmoe.cli.generate.SHOW_EVERY", every)
+    monkeypatch.setattr("acmoe.cli.run.generate.SHOW_EVERY", every)
     text = GeneratedText("a", vocabulary, len(ids), shown=True)
     for token in ids:
         text.add(torch.tensor([token]))
@@ -75,7 +75,7 @@ def test_the_text_is_there_before_its_end(
     assert acmoe(*options) == 0
     whole = capsys.readouterr().out
     seen: list[str] = []
-    monkeypatch.setattr("acmoe.cli.generate.SHOW_EVERY", 0.0)
+    monkeypatch.setattr("acmoe.cli.run.generate.SHOW_EVERY", 0.0)
     monkeypatch.setattr(
         GeneratedText, "add", at_token(3, lambda: seen.append(capsys.readouterr().out))
     )
@@ -102,7 +102,7 @@ def test_ctrl_c_ends_a_text_of_any_length_and_keeps_what_is_there(
 def test_progress_is_told_where_the_text_is_not_seen(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    monkeypatch.setattr("acmoe.cli.generate.SHOW_EVERY", 0.0)
+    monkeypatch.setattr("acmoe.cli.run.generate.SHOW_EVERY", 0.0)
     monkeypatch.setattr("acmoe.data.progress.FIRST_LINE", 0.0)
     text = GeneratedText("a", BYTES, 10**12, shown=False)
     text.add(torch.tensor([97]))
@@ -135,7 +135,7 @@ def test_a_model_that_fails_later_is_one_line_below_the_text(
         logits_BV = next_logits(*arguments)  # type: ignore[arg-type]
         return logits_BV * torch.nan if count > 5 else logits_BV
 
-    monkeypatch.setattr("acmoe.cli.generate.SHOW_EVERY", 0.0)
+    monkeypatch.setattr("acmoe.cli.run.generate.SHOW_EVERY", 0.0)
     monkeypatch.setattr("acmoe.models.text.generate.next_logits", spoilt)
     assert acmoe("generate", run, "--prompt", "line", "--device", "cpu", *json_option) == 2
     out, err = capsys.readouterr()

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from acmoe.cli import main
+from acmoe.cli.arguments.help_page import HeldOutput, fitted
 from acmoe.cli.commands import COMMANDS
-from acmoe.cli.help_page import HeldOutput, fitted
 
 PAGES = [(), *((name,) for name in COMMANDS), ("data", "prepare"), ("bench", "layer")]
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from acmoe.cli import main
-from acmoe.cli.analyze import Analyze
+from acmoe.cli.arguments.option_help import option_texts
+from acmoe.cli.arguments.parse import parse
 from acmoe.cli.commands import COMMANDS
-from acmoe.cli.options import option_texts
-from acmoe.cli.parse import parse
+from acmoe.cli.run.analyze import Analyze
 
 
 def help_page(capsys: pytest.CaptureFixture[str], *command: str) -> str:

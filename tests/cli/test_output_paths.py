@@ -9,11 +9,11 @@ from typing import NoReturn
 import pytest
 
 from acmoe.cli import main
-from acmoe.cli.analyze import Analyze
+from acmoe.cli.run.analyze import Analyze
 from acmoe.cli.study import Study
 from acmoe.errors import UserError
 from acmoe.lab import theory
-from acmoe.lab.bench import layer
+from acmoe.lab.bench.layers import layer
 from acmoe.lab.study.evidence import page
 from acmoe.lab.study.results import report as study_report
 from acmoe.report import page as report_page

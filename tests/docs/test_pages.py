@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from acmoe.cli.arguments.parse import parse
 from acmoe.cli.commands import COMMANDS
-from acmoe.cli.parse import parse
 from acmoe.cli.train import Train
 from acmoe.config.images.train import VisionRunConfig, override_vision_run
 from acmoe.config.text.train import override_run

@@ -14,8 +14,8 @@ from typing import NoReturn
 import torch
 
 import acmoe
+from acmoe.cli.arguments.parse import parse
 from acmoe.cli.commands import COMMANDS
-from acmoe.cli.parse import parse
 from acmoe.errors import UserError, check, typed_line
 from acmoe.starting import raise_on_interrupt
 

@@ -1,20 +1,20 @@
 """All commands, in the order of the help page."""
 
 import acmoe.lab.variants  # noqa: F401, registers the router adaptive-variant
-from acmoe.cli.analyze import Analyze
-from acmoe.cli.attack import Attack
+from acmoe.cli.arguments.parse import Command
 from acmoe.cli.bench import Bench
 from acmoe.cli.data import Data
 from acmoe.cli.demo import Demo
 from acmoe.cli.doctor import Doctor
-from acmoe.cli.evaluate import Evaluate
-from acmoe.cli.export import Export
-from acmoe.cli.finetune import Finetune
-from acmoe.cli.generate import Generate
 from acmoe.cli.models import Models
-from acmoe.cli.parse import Command
-from acmoe.cli.report import Report
-from acmoe.cli.shift import Shift
+from acmoe.cli.run.analyze import Analyze
+from acmoe.cli.run.attack import Attack
+from acmoe.cli.run.evaluate import Evaluate
+from acmoe.cli.run.export import Export
+from acmoe.cli.run.finetune import Finetune
+from acmoe.cli.run.generate import Generate
+from acmoe.cli.run.report import Report
+from acmoe.cli.run.shift import Shift
 from acmoe.cli.study import Study
 from acmoe.cli.theory import Theory
 from acmoe.cli.train import Train

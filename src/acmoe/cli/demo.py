@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from acmoe.cli.arguments.shared import Json
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ class Demo:
     OMP_NUM_THREADS, else the number that continued runs were saved with, else 1."""
     open: bool = True
     """Do not open the report in a browser. It is opened only from a terminal on a desktop."""
-    json: bool = False
-    """Print the result as JSON."""
+    json: Json = False
 
     def run(self) -> int:
         from acmoe.storage.atomic import replace_text

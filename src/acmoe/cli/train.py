@@ -9,7 +9,8 @@ import tyro
 from rich.console import Console
 from rich.table import Column, Table
 
-from acmoe.cli.run_options import check_read
+from acmoe.cli.arguments.shared import TrainThreads
+from acmoe.cli.arguments.unread import check_read
 
 if TYPE_CHECKING:
     from acmoe.config.images.train import VisionRunConfig
@@ -30,9 +31,7 @@ class Train:
     """Settings to change, such as steps=200 lr=1e-3 model.router=adaptive."""
     out: Path | None = None
     """Folder of the run, which holds everything it writes; runs/RECIPE if not given."""
-    threads: int | None = None
-    """Number of CPU threads. If not given: OMP_NUM_THREADS, else the number that a continued run
-    was saved with, else 1 for small models and torch's default for others."""
+    threads: TrainThreads = None
     list: bool = False
     """List the recipes and stop."""
     keys: bool = False

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from acmoe.lab.bench.added import Added, added
+from acmoe.lab.bench.harness.added import Added, added
 
 
 def test_what_slows_a_whole_round_down_cancels_out() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from acmoe.lab.bench.implementations.plain import grouped_layer
 from acmoe.lab.bench.implementations.registry import IMPLEMENTATIONS
-from acmoe.lab.bench.layer import LayerConfig, check_layer, draw_trial
+from acmoe.lab.bench.layers.layer import LayerConfig, check_layer, draw_trial
 from acmoe.lab.bench.shapes import SHAPES
 
 CPU = torch.device("cpu")

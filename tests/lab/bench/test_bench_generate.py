@@ -8,8 +8,8 @@ import torch
 from acmoe.cli.bench.terminal import terminal_tables
 from acmoe.errors import UserError
 from acmoe.experts.moe import MoE
-from acmoe.lab.bench import generate, generate_models, steps
-from acmoe.lab.bench.generate import GenerateBenchConfig, bench_generate
+from acmoe.lab.bench.models import decode_steps, generate, generate_models
+from acmoe.lab.bench.models.generate import GenerateBenchConfig, bench_generate
 from acmoe.routing.statistics import ClusterStatistics
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU captures no graph")
@@ -81,13 +81,13 @@ def test_routers_are_timed_in_turn_and_compared_within_a_round(
     """A round takes 10, 11, 12, ... s with the first router and 1 s more with the second."""
     order, seen = [], {}
 
-    def seconds(run: steps.Decoding) -> float:
+    def seconds(run: decode_steps.Decoding) -> float:
         which = seen.setdefault(id(run), len(seen))
         order.append(which)
         return 10.0 + (len(order) - 1) // 2 + which
 
-    monkeypatch.setattr(steps, "_seconds", seconds)
-    monkeypatch.setattr(steps, "ROUNDS", 6)
+    monkeypatch.setattr(decode_steps, "_seconds", seconds)
+    monkeypatch.setattr(decode_steps, "ROUNDS", 6)
     monkeypatch.setattr(generate, "_seconds", lambda call, tokens, device: 2.0 * tokens)
     plain, adaptive = bench_generate(TWO_ROUTERS, command="").rows
     assert order == [0, 1, 1, 0] * 3
@@ -106,10 +106,10 @@ def test_a_step_that_fails_refuses_the_rows_and_not_the_benchmark(
 ) -> None:
     """All routers have a cache at once, which may be more memory than a call of each needs."""
 
-    def full(run: steps.Decoding) -> float:
+    def full(run: decode_steps.Decoding) -> float:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(steps, "_seconds", full)
+    monkeypatch.setattr(decode_steps, "_seconds", full)
     monkeypatch.setattr(generate, "_seconds", lambda call, tokens, device: 2.0 * tokens)
     rows = bench_generate(TWO_ROUTERS, command="").rows
     assert [row["refused"] for row in rows] == ["OutOfMemoryError: out of memory"] * 2
@@ -119,7 +119,7 @@ def test_decoding_takes_the_most_likely_tokens_of_generate() -> None:
     model = generate_models.build_ours("switch-nano", "smoe", **ON_CPU)
     prompt = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
-        run = steps.Decoding(model, prompt)
+        run = decode_steps.Decoding(model, prompt)
         found = []
         for _ in range(5):
             found.append(run.logits_BV.argmax(-1).item())

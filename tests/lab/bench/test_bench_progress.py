@@ -2,8 +2,8 @@
 
 import re
 
-from acmoe.lab.bench.layer import LayerConfig, bench_layer
-from acmoe.lab.bench.router import RouterBenchConfig, bench_router
+from acmoe.lab.bench.layers.layer import LayerConfig, bench_layer
+from acmoe.lab.bench.layers.router import RouterBenchConfig, bench_router
 
 
 def test_every_layer_is_named_before_it_is_built_and_the_shape_before_it_is_timed() -> None:

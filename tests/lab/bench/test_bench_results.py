@@ -9,15 +9,15 @@ import pytest
 import torch
 from rich.console import Console
 
+from acmoe.cli.arguments.parse import Command, parse
 from acmoe.cli.bench import Bench
 from acmoe.cli.bench.terminal import terminal_tables
 from acmoe.cli.bench.tools import Table
-from acmoe.cli.parse import Command, parse
 from acmoe.errors import UserError
-from acmoe.lab.bench import results
-from acmoe.lab.bench.layer import LayerConfig, bench_layer
-from acmoe.lab.bench.results import Report, environment, newest, save
-from acmoe.lab.bench.table import BEGIN, END, absences, markdown, update_page
+from acmoe.lab.bench.harness import results
+from acmoe.lab.bench.harness.results import Report, environment, newest, save
+from acmoe.lab.bench.harness.table import BEGIN, END, absences, markdown, update_page
+from acmoe.lab.bench.layers.layer import LayerConfig, bench_layer
 
 COMMANDS: dict[str, type[Command]] = {"bench": Bench, "again": Bench}
 

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from acmoe.cli.bench.terminal import terminal_tables
-from acmoe.lab.bench.results import Report
-from acmoe.lab.bench.table import cells, columns_of
+from acmoe.lab.bench.harness.results import Report
+from acmoe.lab.bench.harness.table import cells, columns_of
 
 RESULTS = sorted((Path(__file__).parents[3] / "benchmarks" / "results").glob("*.json"))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from acmoe.errors import UserError
-from acmoe.lab.bench.clock import (
+from acmoe.lab.bench.harness.clock import (
     Action,
     HostClock,
     Replay,

@@ -8,9 +8,9 @@ pytest.importorskip("transformers")
 
 from acmoe.cli import main
 from acmoe.errors import UserError
-from acmoe.lab.bench import hf
-from acmoe.lab.bench.hf import HfBenchConfig, bench_hf
-from acmoe.lab.bench.table import cells
+from acmoe.lab.bench.harness.table import cells
+from acmoe.lab.bench.models import hf
+from acmoe.lab.bench.models.hf import HfBenchConfig, bench_hf
 
 TINY = ["--models", "tiny", "--layers", "1", "--tokens", "8", "--batches", "2", "--new_tokens", "2"]
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from acmoe.errors import UserError
-from acmoe.lab.bench import host
-from acmoe.lab.bench.host import HostConfig, QueueClock, bench_host
-from acmoe.lab.bench.options import BOTH, FORWARD
-from acmoe.lab.bench.table import cells
+from acmoe.lab.bench.harness.options import BOTH, FORWARD
+from acmoe.lab.bench.harness.table import cells
+from acmoe.lab.bench.layers import host
+from acmoe.lab.bench.layers.host import HostConfig, QueueClock, bench_host
 
 
 def test_every_mode_is_timed_without_and_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

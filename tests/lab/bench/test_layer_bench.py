@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import UserError
+from acmoe.lab.bench.harness.options import BOTH, FORWARD
+from acmoe.lab.bench.harness.table import cells
 from acmoe.lab.bench.implementations.check import Errors, WrongResultError, compare, reference
 from acmoe.lab.bench.implementations.ours import build_moe, build_ours, plain_state
 from acmoe.lab.bench.implementations.plain import activate, route
@@ -17,10 +19,8 @@ from acmoe.lab.bench.implementations.registry import (
     find_implementations,
 )
 from acmoe.lab.bench.implementations.weights import Weights
-from acmoe.lab.bench.layer import LayerConfig, bench_layer, draw_trial
-from acmoe.lab.bench.options import BOTH, FORWARD
+from acmoe.lab.bench.layers.layer import LayerConfig, bench_layer, draw_trial
 from acmoe.lab.bench.shapes import SHAPES, Shape, find_shape, find_shapes
-from acmoe.lab.bench.table import cells
 from acmoe.recipes.nano import switch_nano
 from acmoe.routing.state import RoutingState
 

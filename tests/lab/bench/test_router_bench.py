@@ -5,10 +5,10 @@ import torch
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import UserError
-from acmoe.lab.bench import router as router_bench
-from acmoe.lab.bench.options import BOTH, FORWARD
-from acmoe.lab.bench.router import RouterBenchConfig, bench_router
-from acmoe.lab.bench.router_trial import (
+from acmoe.lab.bench.harness.options import BOTH, FORWARD
+from acmoe.lab.bench.layers import router as router_bench
+from acmoe.lab.bench.layers.router import RouterBenchConfig, bench_router
+from acmoe.lab.bench.layers.router_trial import (
     PLAIN,
     Trial,
     as_timed,

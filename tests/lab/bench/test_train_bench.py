@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from acmoe.errors import UserError
-from acmoe.lab.bench.train import Step, TrainBenchConfig, bench_train
+from acmoe.lab.bench.models.train import Step, TrainBenchConfig, bench_train
 from acmoe.models.registry import create_model
 from acmoe.models.text.decoder import LanguageModel
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from acmoe.cli.arguments.shared import Device, Json
 from acmoe.cli.bench.generate import Generate
 from acmoe.cli.bench.output import command_of, say, show
 from acmoe.cli.bench.tools import Host, Profile, Scaling, Table, Tune
@@ -41,16 +42,14 @@ class Layer:
     """Time replays of a CUDA graph, which excludes the launch overhead of a small layer."""
     repeat: int = 50
     """Number of rounds, at least 2. Every implementation runs once per round."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON."""
+    device: Device = "auto"
+    json: Json = False
     save: bool = False
     """Also write benchmarks/results/DATE-layer-DEVICE.json; sonicmoe alone, --skew, --forward and
     --graph add their names after `layer`."""
 
     def run(self) -> int:
-        from acmoe.lab.bench.layer import LayerConfig, bench_layer
+        from acmoe.lab.bench.layers.layer import LayerConfig, bench_layer
 
         config = LayerConfig(
             shapes=self.shapes,
@@ -90,16 +89,14 @@ class Router:
     """Apply torch.compile to the whole layer."""
     repeat: int = 50
     """Number of rounds, at least 2. Every mode runs once per round."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON."""
+    device: Device = "auto"
+    json: Json = False
     save: bool = False
     """Also write benchmarks/results/DATE-router-DEVICE.json; --compile, --forward and --graph add
     their names after `router`."""
 
     def run(self) -> int:
-        from acmoe.lab.bench.router import RouterBenchConfig, bench_router
+        from acmoe.lab.bench.layers.router import RouterBenchConfig, bench_router
 
         config = RouterBenchConfig(
             shapes=self.shapes,
@@ -140,15 +137,13 @@ class Train:
     """Precision of the step: bf16 (autocast) or fp32."""
     repeat: int = 20
     """Number of rounds, at least 2. Every router and variant runs once per round."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON."""
+    device: Device = "auto"
+    json: Json = False
     save: bool = False
     """Also write benchmarks/results/DATE-train-DEVICE.json."""
 
     def run(self) -> int:
-        from acmoe.lab.bench.train import TrainBenchConfig, bench_train
+        from acmoe.lab.bench.models.train import TrainBenchConfig, bench_train
 
         config = TrainBenchConfig(
             models=self.models,
@@ -193,15 +188,13 @@ class Hf:
     """Data type of the weights: bf16, fp16 or fp32; auto takes bf16 on a GPU and fp32 on a CPU."""
     repeat: int = 5
     """Number of rounds, at least 2. Every implementation runs once per round."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON."""
+    device: Device = "auto"
+    json: Json = False
     save: bool = False
     """Also write benchmarks/results/DATE-hf-DEVICE.json."""
 
     def run(self) -> int:
-        from acmoe.lab.bench.hf import HfBenchConfig, bench_hf
+        from acmoe.lab.bench.models.hf import HfBenchConfig, bench_hf
 
         config = HfBenchConfig(
             models=self.models,
@@ -281,7 +274,7 @@ class Bench:
     def _measure(self) -> int:
         """Run the subcommand. With --save, check first that the report can be written."""
         if getattr(self.action, "save", False):
-            from acmoe.lab.bench.results import FOLDER
+            from acmoe.lab.bench.harness.results import FOLDER
             from acmoe.storage.writable import check_can_fill
 
             check_can_fill(FOLDER)

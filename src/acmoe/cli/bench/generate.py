@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from acmoe.cli.arguments.shared import Device, Json
 from acmoe.cli.bench.output import command_of, say, show
 
 
@@ -28,15 +29,13 @@ class Generate:
     """Number of calls, of which the fastest counts."""
     dtype: str = "bf16"
     """Data type of the weights: bf16, fp16 or fp32."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON."""
+    device: Device = "auto"
+    json: Json = False
     save: bool = False
     """Also write benchmarks/results/DATE-generate-DEVICE.json."""
 
     def run(self) -> int:
-        from acmoe.lab.bench.generate import GenerateBenchConfig, bench_generate
+        from acmoe.lab.bench.models.generate import GenerateBenchConfig, bench_generate
 
         config = GenerateBenchConfig(
             models=self.models,

@@ -10,7 +10,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from acmoe.lab.bench.results import Report
+    from acmoe.lab.bench.harness.results import Report
 
 
 def command_of(name: str, action: "DataclassInstance") -> str:
@@ -36,8 +36,8 @@ def say(text: str) -> None:
 def show(report: "Report", *, json: bool, save: bool) -> int:
     """Print the report to stdout, and with `save` write it to a file as well."""
     from acmoe.cli.bench.terminal import terminal_tables
-    from acmoe.lab.bench import results
-    from acmoe.lab.bench.table import absences
+    from acmoe.lab.bench.harness import results
+    from acmoe.lab.bench.harness.table import absences
 
     if json:
         print(report.to_json())

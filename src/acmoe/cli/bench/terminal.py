@@ -8,8 +8,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from acmoe.lab.bench.results import Report, software
-from acmoe.lab.bench.table import cells, columns_of
+from acmoe.lab.bench.harness.results import Report, software
+from acmoe.lab.bench.harness.table import cells, columns_of
 
 Row = Sequence[str]
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from acmoe.cli.arguments.shared import Device, Json
 from acmoe.cli.bench.output import command_of, say, show
 
 
@@ -26,15 +27,13 @@ class Host:
     """Time the calls without gradients alone."""
     repeat: int = 50
     """Number of rounds of ten calls, at least 2. Quartiles are those of the rounds' means."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON."""
+    device: Device = "auto"
+    json: Json = False
     save: bool = False
     """Also write benchmarks/results/DATE-host-DEVICE.json; --forward adds its name after `host`."""
 
     def run(self) -> int:
-        from acmoe.lab.bench.host import HostConfig, bench_host
+        from acmoe.lab.bench.layers.host import HostConfig, bench_host
 
         config = HostConfig(
             shapes=self.shapes,
@@ -76,10 +75,8 @@ class Profile:
     fp32."""
     top: int = 30
     """Number of kernels to list; the others are summed up in one row."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    json: bool = False
-    """Print the result as JSON."""
+    device: Device = "auto"
+    json: Json = False
     save: bool = False
     """Also write benchmarks/results/DATE-profile-DEVICE.json."""
 
@@ -124,8 +121,7 @@ class Tune:
     """Number of processes that compile; one per core if not given."""
     repeat: int = 15
     """Number of timed calls of each candidate, at least 2."""
-    json: bool = False
-    """Print the result as JSON."""
+    json: Json = False
     save: bool = False
     """Also write benchmarks/results/DATE-tune-DEVICE.json."""
 
@@ -154,7 +150,7 @@ class Table:
     """Folder with the saved reports."""
 
     def run(self) -> int:
-        from acmoe.lab.bench.table import update_page
+        from acmoe.lab.bench.harness.table import update_page
 
         count = update_page(self.page, self.results)
         print(f"{self.page}: {count} {'table' if count == 1 else 'tables'}")

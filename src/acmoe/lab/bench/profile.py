@@ -8,14 +8,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from acmoe.errors import check, check_choice
-from acmoe.lab.bench.clock import Action
+from acmoe.lab.bench.harness.clock import Action
+from acmoe.lab.bench.harness.options import DTYPES
+from acmoe.lab.bench.harness.results import Report, new_report
 from acmoe.lab.bench.implementations.ours import build_moe
-from acmoe.lab.bench.options import DTYPES
-from acmoe.lab.bench.results import Report, new_report
-from acmoe.lab.bench.router import RouterBenchConfig, both_passes, forward_pass
-from acmoe.lab.bench.router_trial import MODES, as_timed, draw_trial
+from acmoe.lab.bench.layers.router import RouterBenchConfig, both_passes, forward_pass
+from acmoe.lab.bench.layers.router_trial import MODES, as_timed, draw_trial
+from acmoe.lab.bench.models.train import VARIANTS, TrainBenchConfig, prepare
 from acmoe.lab.bench.shapes import find_shapes
-from acmoe.lab.bench.train import VARIANTS, TrainBenchConfig, prepare
 from acmoe.runtime import pick_device
 
 _CALLS = 5  # number of profiled calls; the figures are per call

@@ -17,8 +17,8 @@ from acmoe.config.images.vision import SwinConfig
 from acmoe.config.text.language import LANGUAGE_MODELS
 from acmoe.fast import accelerate, explain
 from acmoe.lab.bench.implementations.registry import IMPLEMENTATIONS
+from acmoe.lab.bench.models.train import PAPER_TOKENS
 from acmoe.lab.bench.shapes import Shape
-from acmoe.lab.bench.train import PAPER_TOKENS
 from acmoe.models.images.window import WindowAttention
 from acmoe.models.registry import create_model
 from acmoe.ops.attention import window_attention

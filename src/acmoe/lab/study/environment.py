@@ -1,6 +1,6 @@
 """The environment of a figure: commit, versions and device."""
 
-from acmoe.lab.bench.results import environment
+from acmoe.lab.bench.harness.results import environment
 from acmoe.runtime import pick_device
 
 

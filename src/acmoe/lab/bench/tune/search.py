@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import UserError, check
-from acmoe.lab.bench.clock import Action, clock_for, interleave, timings
+from acmoe.lab.bench.harness.clock import Action, clock_for, interleave, timings
+from acmoe.lab.bench.harness.progress import Say, silent
+from acmoe.lab.bench.harness.results import Report, new_report
 from acmoe.lab.bench.implementations.check import TOLERANCE
-from acmoe.lab.bench.progress import Say, silent
-from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.shapes import Shape, find_shape, find_shapes
 from acmoe.lab.bench.tune.calls import kernel_calls
 from acmoe.lab.bench.tune.candidates import (

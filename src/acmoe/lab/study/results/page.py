@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from acmoe.errors import UserError
-from acmoe.lab.bench.page import replace_between
+from acmoe.lab.marked_page import replace_between
 from acmoe.storage.atomic import replace_text, report_write_errors
 
 

@@ -8,13 +8,14 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from acmoe.cli.run_options import check_read
+from acmoe.cli.arguments.shared import Device
+from acmoe.cli.arguments.unread import check_read
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from acmoe.cli.study_cells import Selection
-    from acmoe.cli.study_files import StudyFiles
+    from acmoe.cli.study.cells import Selection
+    from acmoe.cli.study.files import StudyFiles
     from acmoe.lab.study.cell import Cell
     from acmoe.lab.study.size import Size
 
@@ -82,8 +83,7 @@ class Study:
     """Number of images attacked by SPSA; the study's own if not given."""
     brief: bool = False
     """Leave out finetuning and attacks."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
+    device: Device = "auto"
     list: bool = False
     """List the studies, or the cells of one study and how each ended in --out, and stop. Records of
     any data count, unless --data is given: then the data are prepared, and theirs alone count."""
@@ -158,7 +158,7 @@ class Study:
     @property
     def _files(self) -> "StudyFiles":
         """The files of the study: those that are given, else the user's own or the published."""
-        from acmoe.cli.study_files import StudyFiles, own_files, published_files
+        from acmoe.cli.study.files import StudyFiles, own_files, published_files
         from acmoe.errors import check
 
         check(
@@ -178,7 +178,7 @@ class Study:
         return Size(overrides=self.overrides, **given)
 
     def _selection(self) -> "Selection":
-        from acmoe.cli.study_cells import Selection
+        from acmoe.cli.study.cells import Selection
         from acmoe.lab.study.registry import study_of
 
         study = study_of(self.study)
@@ -220,7 +220,7 @@ class Study:
         return 0
 
     def _run(self, cells: "Sequence[Cell]") -> int:
-        from acmoe.cli.study_run import StudyRun
+        from acmoe.cli.study.run import StudyRun
 
         run = StudyRun(
             study=self.study,
@@ -237,7 +237,7 @@ class Study:
         return run.run(cells)
 
     def _evidence(self, page: Path) -> int:
-        from acmoe.cli.study_files import PUBLISHED, PUBLISHED_RECORDS
+        from acmoe.cli.study.files import PUBLISHED, PUBLISHED_RECORDS
         from acmoe.lab.study.evidence.page import write_evidence
 
         pictures = self.pictures or PUBLISHED / "figures"

@@ -14,8 +14,8 @@ import torch
 
 from acmoe.errors import check, typed_line
 from acmoe.experts.moe import MoE
-from acmoe.lab.bench.added import added
-from acmoe.lab.bench.clock import (
+from acmoe.lab.bench.harness.added import added
+from acmoe.lab.bench.harness.clock import (
     Action,
     capture,
     clock_for,
@@ -25,11 +25,11 @@ from acmoe.lab.bench.clock import (
     timings,
     warmed_memory,
 )
+from acmoe.lab.bench.harness.options import BOTH, FORWARD, WARM_UP, ShapesConfig
+from acmoe.lab.bench.harness.progress import Say, silent, tell_times
+from acmoe.lab.bench.harness.results import Report, new_report
 from acmoe.lab.bench.implementations.ours import build_moe
-from acmoe.lab.bench.options import BOTH, FORWARD, WARM_UP, ShapesConfig
-from acmoe.lab.bench.progress import Say, silent, tell_times
-from acmoe.lab.bench.results import Report, new_report
-from acmoe.lab.bench.router_trial import (
+from acmoe.lab.bench.layers.router_trial import (
     INFERENCE,
     MODES,
     PLAIN,

@@ -46,7 +46,22 @@ def _command(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 
 def option_texts(command: type) -> dict[str, str]:
-    """Return the string below each field of a class, with single spaces for line breaks."""
+    """Return the text of each option of a command, with single spaces for line breaks.
+
+    It is the string below the field, or for an option that commands share the help of its type.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    shared = {
+        name: note.help
+        for name, hint in hints.items()
+        for note in getattr(hint, "__metadata__", ())
+        if getattr(note, "help", None)
+    }
+    return shared | _texts_below(command)
+
+
+def _texts_below(command: type) -> dict[str, str]:
+    """Return the string below each field of a class."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(command))).body
     assert isinstance(tree, ast.ClassDef)
     texts = {}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
+from acmoe.lab.bench.harness.options import ShapesConfig
 from acmoe.lab.bench.implementations.check import TOLERANCE, compare, reference
 from acmoe.lab.bench.implementations.ours import plain_state
 from acmoe.lab.bench.implementations.weights import (
@@ -18,7 +19,6 @@ from acmoe.lab.bench.implementations.weights import (
     draw_tokens,
     draw_weights,
 )
-from acmoe.lab.bench.options import ShapesConfig
 from acmoe.lab.bench.shapes import Shape
 from acmoe.ops.sort import sort_rows
 from acmoe.ops.sort.order import no_order, worth_sorting

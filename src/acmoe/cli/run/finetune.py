@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
+from acmoe.cli.arguments.shared import Device, Json, TrainThreads
 from acmoe.storage.strict_json import json_text
 
 
@@ -35,13 +36,9 @@ class Finetune:
     """The checkpoint of the pretrained run: the best by validation, or the last."""
     seed: int = 0
     """Seed of the head's initial weights, dropout and the order of sentences."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    threads: int | None = None
-    """Number of CPU threads. If not given: OMP_NUM_THREADS, else the number that a continued run
-    was saved with, else 1 for small models and torch's default for others."""
-    json: bool = False
-    """Print the result as JSON."""
+    device: Device = "auto"
+    threads: TrainThreads = None
+    json: Json = False
 
     def run(self) -> int:
         from acmoe.config.text.finetune import finetune_config

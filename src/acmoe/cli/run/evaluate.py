@@ -10,7 +10,15 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from acmoe.cli.run_options import capacity_option, check_contaminate, run_threads
+from acmoe.cli.arguments.shared import Device, Json
+from acmoe.cli.run.options import (
+    ImageCapacity,
+    Threads,
+    Which,
+    capacity_option,
+    check_contaminate,
+    run_threads,
+)
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -42,30 +50,22 @@ class Evaluate:
     in the paper)."""
     contaminate_seed: int = 0
     """Seed of the contamination. Equal seeds give every model the same corrupted text."""
-    which: Literal["best", "last"] = "best"
-    """The checkpoint to load: the best by validation, or the last."""
+    which: Which = "best"
     ema: bool = False
     """Images: use the moving average of the weights, which a run trained with ema=0.99996 keeps."""
     batch: int | None = None
     """Text: number of rows that the text is cut into, read side by side; 8 if not given. Fewer rows
     give tokens more context. Images: images per forward pass; 64 if not given."""
-    capacity: str | None = None
-    """Images: capacity factor of the experts. none drops no token, so the images of a batch do not
-    compete for experts; a number such as the paper's 1.25 limits the tokens of each expert; model
-    takes the factor of the training. none if not given."""
+    capacity: ImageCapacity = None
     dropless: bool = False
     """Images: old spelling of --capacity none."""
     block: int | None = None
     """Text: tokens per row and forward pass; as in training if not given."""
     routing: bool = False
     """Also measure load balance and instability of every MoE layer."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    threads: int | None = None
-    """Number of CPU threads. If not given: OMP_NUM_THREADS, else 1 for small models and torch's
-    default for others."""
-    json: bool = False
-    """Print the result as JSON."""
+    device: Device = "auto"
+    threads: Threads = None
+    json: Json = False
 
     def run(self) -> int:
         from acmoe.config.images.train import VISION_RUNS

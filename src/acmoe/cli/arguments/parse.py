@@ -14,8 +14,8 @@ from typing import Annotated, Any, Protocol, cast, get_type_hints
 
 import tyro
 
-from acmoe.cli.help_page import HeldOutput, fitted
-from acmoe.cli.options import registry
+from acmoe.cli.arguments.help_page import HeldOutput, fitted
+from acmoe.cli.arguments.option_help import registry
 from acmoe.errors import UserError, check, suggest
 
 ABOUT = (

@@ -1,8 +1,8 @@
 """Time text generation: a prompt, then one token at a time, by plain and by captured steps.
 
 Models with different routers are timed in turn, round by round. The time that a router adds to a
-step is measured in rounds of a few steps (steps.py). generate_models.py has the models; that of
-`transformers` decodes greedily with a static cache.
+step is measured in rounds of a few steps (decode_steps.py). generate_models.py has the models; that
+of `transformers` decodes greedily with a static cache.
 """
 
 import importlib.util
@@ -17,12 +17,12 @@ from acmoe.config.text.language import LanguageConfig
 from acmoe.errors import check, typed_line
 from acmoe.fast import accelerate, restore
 from acmoe.fast.decoding import capture_unsupported
-from acmoe.lab.bench.added import added
-from acmoe.lab.bench.generate_models import build_ours, build_transformers, model_config
-from acmoe.lab.bench.options import DTYPES
-from acmoe.lab.bench.progress import Say, silent
-from acmoe.lab.bench.results import Report, new_report
-from acmoe.lab.bench.steps import seconds_of, steps_in_turn
+from acmoe.lab.bench.harness.added import added
+from acmoe.lab.bench.harness.options import DTYPES
+from acmoe.lab.bench.harness.progress import Say, silent
+from acmoe.lab.bench.harness.results import Report, new_report
+from acmoe.lab.bench.models.decode_steps import seconds_of, steps_in_turn
+from acmoe.lab.bench.models.generate_models import build_ours, build_transformers, model_config
 from acmoe.models.registry import list_models
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.runtime import pick_device

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check, typed_line
-from acmoe.lab.bench.clock import (
+from acmoe.lab.bench.harness.clock import (
     Action,
     Timing,
     capture,
@@ -22,6 +22,9 @@ from acmoe.lab.bench.clock import (
     timings,
     warmed_memory,
 )
+from acmoe.lab.bench.harness.options import BOTH, FORWARD, WARM_UP, ShapesConfig
+from acmoe.lab.bench.harness.progress import Say, silent, tell_times
+from acmoe.lab.bench.harness.results import Report, new_report
 from acmoe.lab.bench.implementations.check import TOLERANCE, Errors, Reference, compare, reference
 from acmoe.lab.bench.implementations.plain import route
 from acmoe.lab.bench.implementations.registry import Implementation, Layer, find_implementations
@@ -31,9 +34,6 @@ from acmoe.lab.bench.implementations.weights import (
     draw_tokens,
     draw_weights,
 )
-from acmoe.lab.bench.options import BOTH, FORWARD, WARM_UP, ShapesConfig
-from acmoe.lab.bench.progress import Say, silent, tell_times
-from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.shapes import EVEN, Shape, find_shapes
 from acmoe.runtime import pick_device
 

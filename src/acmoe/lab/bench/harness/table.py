@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from acmoe.errors import UserError
-from acmoe.lab.bench.options import BOTH
-from acmoe.lab.bench.page import replace_between
-from acmoe.lab.bench.results import Report, newest, software
+from acmoe.lab.bench.harness.options import BOTH
+from acmoe.lab.bench.harness.results import Report, newest, software
+from acmoe.lab.marked_page import replace_between
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 

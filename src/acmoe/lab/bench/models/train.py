@@ -15,8 +15,8 @@ from acmoe.config.routing import AdaptiveConfig, RouterConfig, router_config
 from acmoe.errors import check, suggest, typed_line
 from acmoe.fast.compiled import compile_blocks
 from acmoe.fast.memory import StaticMemory
-from acmoe.lab.bench.added import added
-from acmoe.lab.bench.clock import (
+from acmoe.lab.bench.harness.added import added
+from acmoe.lab.bench.harness.clock import (
     Action,
     capture,
     clock_for,
@@ -26,8 +26,8 @@ from acmoe.lab.bench.clock import (
     timings,
     warmed_memory,
 )
-from acmoe.lab.bench.progress import Say, silent, tell_times
-from acmoe.lab.bench.results import Report, new_report
+from acmoe.lab.bench.harness.progress import Say, silent, tell_times
+from acmoe.lab.bench.harness.results import Report, new_report
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.registry import create_model, list_models, model_card
 from acmoe.models.text.decoder import LanguageModel

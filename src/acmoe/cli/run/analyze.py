@@ -12,7 +12,16 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from acmoe.cli.run_options import check_contaminate, run_threads, set_attack_options
+from acmoe.cli.arguments.shared import Device, Json
+from acmoe.cli.run.options import (
+    AttackDirections,
+    AttackSteps,
+    ImageCapacity,
+    Threads,
+    check_contaminate,
+    run_threads,
+    set_attack_options,
+)
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -47,10 +56,7 @@ class Analyze:
     """Images: number of images to analyze, with all patches of each; 64 if not given."""
     statistics: Literal["batch", "running", "prefix", "sequence"] | None = None
     """Statistics mode of the adaptive routers; the model's own if not given."""
-    capacity: str | None = None
-    """Images: capacity factor of the experts. none drops no token, so the images of a batch do not
-    compete for experts; a number such as the paper's 1.25 limits the tokens of each expert; model
-    takes the factor of the training. none if not given."""
+    capacity: ImageCapacity = None
     contaminate: float | None = None
     """Text: also route a copy with this fraction of its words or bytes replaced."""
     attack: Literal["fgsm", "pgd", "spsa"] | None = None
@@ -58,10 +64,8 @@ class Analyze:
     minutes on a CPU; smaller --images, --steps and --directions shorten it."""
     eps: str | None = None
     """Radius of the attack as a fraction of the pixel range, such as 2/255; 1/255 if not given."""
-    steps: int | None = None
-    """Number of steps of pgd and spsa; 20 if not given."""
-    directions: int | None = None
-    """Number of random directions per gradient estimate of spsa; 128 if not given."""
+    steps: AttackSteps = None
+    directions: AttackDirections = None
     batch: int | None = None
     """Text: number of rows that the text is cut into, read side by side; 8 if not given. Images:
     images per forward pass; 64 if not given. With --hf: rows of at most 512 tokens per forward
@@ -70,17 +74,13 @@ class Analyze:
     """The checkpoint to load: the best by validation, or the last; best if not given."""
     seed: int = 0
     """Seed of the images' order, the attack, and the tokens drawn for silhouettes and maps."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    threads: int | None = None
-    """Number of CPU threads. If not given: OMP_NUM_THREADS, else 1 for small models and torch's
-    default for others."""
+    device: Device = "auto"
+    threads: Threads = None
     out: Path | None = None
     """Folder for analysis.json and the figures; RUN/analysis or PATH/analysis if not given."""
     figures: bool = True
     """Draw no figures. Without this option they are written as PNG and SVG."""
-    json: bool = False
-    """Print the result as JSON."""
+    json: Json = False
 
     def run(self) -> int:
         from acmoe.analyze.analysis import analyze

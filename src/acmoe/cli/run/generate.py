@@ -6,14 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import tyro
 from rich.console import Console
 from torch import Tensor
 
-from acmoe.cli.run_options import run_threads
+from acmoe.cli.arguments.shared import Device, Json
+from acmoe.cli.run.options import Threads, Which, run_threads
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -44,15 +45,10 @@ class Generate:
     """Sample from the likeliest tokens that together hold this probability; all if not given."""
     seed: int = 0
     """Seed of the sampling."""
-    which: Literal["best", "last"] = "best"
-    """The checkpoint to load: the best by validation, or the last."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    threads: int | None = None
-    """Number of CPU threads. If not given: OMP_NUM_THREADS, else 1 for small models and torch's
-    default for others."""
-    json: bool = False
-    """Print the result as JSON."""
+    which: Which = "best"
+    device: Device = "auto"
+    threads: Threads = None
+    json: Json = False
 
     def run(self) -> int:
         from acmoe.errors import NonFiniteError, check

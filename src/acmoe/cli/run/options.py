@@ -1,11 +1,10 @@
-"""Options of several commands: --threads, --capacity, --contaminate, attacks' and unread ones."""
+"""Options of several commands that read a run: their texts on help pages, and what they do."""
 
 import logging
 import warnings
-from collections.abc import Collection
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -13,6 +12,48 @@ from acmoe.errors import check
 
 if TYPE_CHECKING:
     from acmoe.config.images.attack import AttackConfig
+
+Threads = Annotated[
+    int | None,
+    tyro.conf.arg(
+        help="Number of CPU threads. If not given: OMP_NUM_THREADS, else 1 for small models and "
+        "torch's default for others."
+    ),
+]
+Which = Annotated[
+    Literal["best", "last"],
+    tyro.conf.arg(help="The checkpoint to load: the best by validation, or the last."),
+]
+Ema = Annotated[
+    bool,
+    tyro.conf.arg(
+        help="Use the moving average of the weights, which a run trained with ema=0.99996 keeps."
+    ),
+]
+# Of image classifiers.
+ImageBatch = Annotated[int, tyro.conf.arg(help="Images per forward pass.")]
+ImageStatistics = Annotated[
+    Literal["batch", "running", "sequence"] | None,
+    tyro.conf.arg(help="Statistics mode of the adaptive routers; the model's own if not given."),
+]
+ImageCapacity = Annotated[
+    str | None,
+    tyro.conf.arg(
+        help="Images: capacity factor of the experts. none drops no token, so the images of a "
+        "batch do not compete for experts; a number such as the paper's 1.25 limits the tokens of "
+        "each expert; model takes the factor of the training. none if not given."
+    ),
+]
+Dropless = Annotated[bool, tyro.conf.arg(help="Old spelling of --capacity none.")]
+AttackSteps = Annotated[
+    int | None, tyro.conf.arg(help="Number of steps of pgd and spsa; 20 if not given.")
+]
+AttackDirections = Annotated[
+    int | None,
+    tyro.conf.arg(
+        help="Number of random directions per gradient estimate of spsa; 128 if not given."
+    ),
+]
 
 
 def run_threads(requested: int | None, folder: Path, device: str) -> None:
@@ -55,27 +96,3 @@ def set_attack_options(config: "AttackConfig", **options: Any) -> "AttackConfig"
         option = name.replace("_", "-")
         check(name in known, f"{config.attack.name} takes no --{option} ({value}); leave it out")
     return replace(config, attack=replace(config.attack, **chosen))
-
-
-def check_read(command: Any, read: Collection[str], when: str) -> None:
-    """Raise a UserError if an option is given that is not one of `read`.
-
-    `when` says what the options are read for, such as "with --summarise". A field that has its
-    default counts as not given.
-    """
-    hints = get_type_hints(type(command), include_extras=True)
-    for field in fields(command):
-        value = getattr(command, field.name)
-        positional = tyro.conf.Positional in getattr(hints[field.name], "__metadata__", ())
-        option = "" if positional else f"--{field.name.replace('_', '-')} "
-        check(
-            field.name in read or value == field.default,
-            f"{option}{_words(value)}".strip() + f" has no effect {when}; leave it out",
-        )
-
-
-def _words(value: object) -> str:
-    """Return a value as on the command line; a flag has none."""
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    return "" if isinstance(value, bool) else str(value)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from acmoe.lab.bench.clock import Timing
+from acmoe.lab.bench.harness.clock import Timing
 
 Say = Callable[[str], None]
 

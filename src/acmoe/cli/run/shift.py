@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from rich.console import Console
 
-from acmoe.cli.run_options import capacity_option, run_threads
+from acmoe.cli.arguments.shared import Device, Json
+from acmoe.cli.run.options import (
+    Dropless,
+    Ema,
+    ImageBatch,
+    ImageStatistics,
+    Threads,
+    Which,
+    capacity_option,
+    run_threads,
+)
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -24,27 +34,18 @@ class Shift:
     """The shifted set. imagenet-o is compared with the run's own test images of its classes."""
     source: Annotated[Path, tyro.conf.arg(name="from")]
     """Folder of the shifted set, with one folder per class."""
-    statistics: Literal["batch", "running", "sequence"] | None = None
-    """Statistics mode of the adaptive routers; the model's own if not given."""
+    statistics: ImageStatistics = None
     capacity: str = "none"
     """Capacity factor of the experts. none drops no token, so the images of a batch do not compete
     for experts; a number such as the paper's 1.25 limits the tokens of each expert; model takes the
     factor of the training."""
-    dropless: bool = False
-    """Old spelling of --capacity none."""
-    batch: int = 64
-    """Images per forward pass."""
-    which: Literal["best", "last"] = "best"
-    """The checkpoint to load: the best by validation, or the last."""
-    ema: bool = False
-    """Use the moving average of the weights, which a run trained with ema=0.99996 keeps."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    threads: int | None = None
-    """Number of CPU threads. If not given: OMP_NUM_THREADS, else 1 for small models and torch's
-    default for others."""
-    json: bool = False
-    """Print the result as JSON."""
+    dropless: Dropless = False
+    batch: ImageBatch = 64
+    which: Which = "best"
+    ema: Ema = False
+    device: Device = "auto"
+    threads: Threads = None
+    json: Json = False
 
     def run(self) -> int:
         from acmoe.config.images.data import ImageEvaluateConfig, parse_capacity

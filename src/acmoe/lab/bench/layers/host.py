@@ -11,11 +11,11 @@ import torch
 
 from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
 from acmoe.errors import check
-from acmoe.lab.bench.clock import Action, interleave, timing
+from acmoe.lab.bench.harness.clock import Action, interleave, timing
+from acmoe.lab.bench.harness.options import BOTH, FORWARD, WARM_UP, ShapesConfig
+from acmoe.lab.bench.harness.progress import Say, silent
+from acmoe.lab.bench.harness.results import Report, new_report
 from acmoe.lab.bench.implementations.ours import new_moe
-from acmoe.lab.bench.options import BOTH, FORWARD, WARM_UP, ShapesConfig
-from acmoe.lab.bench.progress import Say, silent
-from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.shapes import Shape, find_shapes
 from acmoe.routing.statistics.step import fold_statistics
 from acmoe.runtime import pick_device

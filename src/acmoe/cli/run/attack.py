@@ -9,7 +9,20 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from acmoe.cli.run_options import capacity_option, run_threads, set_attack_options
+from acmoe.cli.arguments.shared import Device, Json
+from acmoe.cli.run.options import (
+    AttackDirections,
+    AttackSteps,
+    Dropless,
+    Ema,
+    ImageBatch,
+    ImageStatistics,
+    Threads,
+    Which,
+    capacity_option,
+    run_threads,
+    set_attack_options,
+)
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -32,41 +45,30 @@ class Attack:
     eps: tuple[str, ...] = ()
     """Radii of the attack in the maximum norm, such as 1/255 2/255. They are fractions of the pixel
     range, and with --preset paper numbers of normalised pixels. The preset's own if not given."""
-    steps: int | None = None
-    """Number of steps of pgd and spsa; 20 if not given."""
-    directions: int | None = None
-    """Number of random directions per gradient estimate of spsa; 128 if not given."""
+    steps: AttackSteps = None
+    directions: AttackDirections = None
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the gradients for fgsm and pgd. The attacked images are scored in fp32."""
     split: Literal["valid", "test"] = "test"
     """The split to attack."""
-    statistics: Literal["batch", "running", "sequence"] | None = None
-    """Statistics mode of the adaptive routers; the model's own if not given."""
+    statistics: ImageStatistics = None
     capacity: str | None = None
     """Capacity factor of the experts. none drops no token, so the images of a batch do not compete
     for experts; a number such as the paper's 1.25 limits the tokens of each expert; model takes the
     factor of the training. If not given: none, or with --preset paper model."""
-    dropless: bool = False
-    """Old spelling of --capacity none."""
+    dropless: Dropless = False
     allow_coupled: bool = False
     """Run autoattack although the images of a batch influence each other."""
-    batch: int = 64
-    """Images per forward pass."""
+    batch: ImageBatch = 64
     limit: int | None = None
     """Attack only this many images; all if not given."""
     seed: int = 0
     """Seed of the images' order, random starts and spsa's directions."""
-    which: Literal["best", "last"] = "best"
-    """The checkpoint to load: the best by validation, or the last."""
-    ema: bool = False
-    """Use the moving average of the weights, which a run trained with ema=0.99996 keeps."""
-    device: str = "auto"
-    """Device to run on; auto takes a GPU if there is one."""
-    threads: int | None = None
-    """Number of CPU threads. If not given: OMP_NUM_THREADS, else 1 for small models and torch's
-    default for others."""
-    json: bool = False
-    """Print the result as JSON."""
+    which: Which = "best"
+    ema: Ema = False
+    device: Device = "auto"
+    threads: Threads = None
+    json: Json = False
 
     def run(self) -> int:
         from acmoe.data.progress import progress_bars

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from acmoe.cli.arguments.shared import Json
 from acmoe.storage.strict_json import json_text
 
 
@@ -26,8 +27,7 @@ class Export:
     """--to hf, images: export the moving average of the weights."""
     shard_size: str | None = None
     """--to hf: largest file of weights, such as 500MB; 5GB if not given."""
-    json: bool = False
-    """Print the result as JSON."""
+    json: Json = False
 
     def run(self) -> int:
         from acmoe.errors import check

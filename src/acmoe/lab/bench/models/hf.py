@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check, check_choice, typed_line
-from acmoe.lab.bench.clock import (
+from acmoe.lab.bench.harness.clock import (
     Action,
     Timing,
     clock_for,
@@ -21,10 +21,10 @@ from acmoe.lab.bench.clock import (
     timings,
     warmed_memory,
 )
-from acmoe.lab.bench.hf_models import MODELS, build
-from acmoe.lab.bench.options import DTYPES
-from acmoe.lab.bench.progress import Say, silent, tell_times
-from acmoe.lab.bench.results import Report, new_report
+from acmoe.lab.bench.harness.options import DTYPES
+from acmoe.lab.bench.harness.progress import Say, silent, tell_times
+from acmoe.lab.bench.harness.results import Report, new_report
+from acmoe.lab.bench.models.hf_models import MODELS, build
 from acmoe.runtime import pick_device
 
 IMPLEMENTATIONS = ("acmoe", "grouped_mm", "eager")

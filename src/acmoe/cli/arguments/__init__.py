@@ -1,0 +1,1 @@
+"""Parse the arguments of a command, and print its help page."""

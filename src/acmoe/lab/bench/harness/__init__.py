@@ -1,0 +1,1 @@
+"""What the benchmarks share: options, clocks, progress, and reports with their tables."""

@@ -1,0 +1,1 @@
+"""The benchmarks of one MoE layer: its speed, its routers and the time of the host."""

@@ -1,0 +1,1 @@
+"""The benchmarks of whole models: training steps, decoding, and models of transformers."""
