@@ -13,6 +13,7 @@ from test_study_grids import NOWHERE
 
 from acmoe.lab.study.grids.long import BYTE_RATES
 from acmoe.lab.study.registry import STUDIES
+from acmoe.lab.study.results.records import read_results
 from acmoe.lab.study.results.report import draw
 from acmoe.lab.study.results.summary import summarise
 from acmoe.lab.study.results.tables import study_markdown
@@ -152,6 +153,43 @@ def test_the_settings_of_a_choice_of_rates_differ_in_the_rate_alone(name, parts)
         assert first == second == third
 
 
+# The table above "What has been run" is written by hand.
+WHERE = {
+    **{name: f"switch-enwik8, {name}" for name in ("balance 0.01", "balance 0", "rate 0.0014")},
+    "Switch-small, 7e-4": "switch-small, dropout 0.1",
+    "Switch-small, 0.0014": "switch-small, rate 0.0014",
+    "GLaM-small, 7e-4": "glam-small",
+}
+
+
+@pytest.mark.parametrize("name", ["long", "long-words"])
+def test_the_first_table_of_a_page_has_every_tested_comparison_of_the_records(name):
+    first = (ROOT / "studies" / f"{name}.md").read_text().split("\n\n")[2]
+    shown = {tuple(line.strip("| ").split(" | ")) for line in first.splitlines()[2:]}
+    records = read_results(ROOT / "studies" / "records" / f"{name}.jsonl")
+    summary = summarise(STUDIES[name], records)
+    found = set()
+    for group in summary.groups:
+        for one in summary.in_group(group):
+            if one.metric.key != "test" or not one.tested:
+                continue
+            ours, plain = (group.by_seed(key, "test") for key in (one.condition, one.baseline))
+            single = ", ".join(f"{100 * (ours[s] / plain[s] - 1):+.2f}" for s in range(4))
+            whole, difference = fmean(plain.values()) / 100, one.difference
+            low, high = difference.low / whole, difference.high / whole
+            p = [difference.p_t, *([one.holm_t] if name == "long" else [])]
+            found.add(
+                (
+                    f"`{one.condition}`" + ", an idea of our own" * (one.condition == "fade"),
+                    next(key for key, setting in WHERE.items() if setting == group.setting),
+                    f"{one.relative:+.2f} [{low:+.2f}, {high:+.2f}]",
+                    single,
+                    *(f"{value:.3f}" if value < 0.1 else f"{value:.2f}" for value in p),
+                )
+            )
+    assert shown == found
+
+
 # The words about `fade` on the page of `long` are final and written by hand.
 
 
@@ -167,7 +205,7 @@ def figures(condition):
 
 def test_the_verdict_on_fade_is_that_of_its_records():
     page = (ROOT / "studies" / "long.md").read_text()
-    words = re.sub(r"\s+", " ", page.split("**The verdict on `fade`**")[1].split("\n## ")[0])
+    words = re.sub(r"\s+", " ", page.split("### The verdict on `fade`")[1].split("\n###")[0])
     fade, plain, adaptive = (
         {seed: run["metrics"]["test"] for seed, run in figures(name).items()}
         for name in ("fade", "smoe", "adaptive-previous")
@@ -192,7 +230,7 @@ def test_the_verdict_on_fade_is_that_of_its_records():
 
 def test_the_curves_of_fade_are_told_as_they_are():
     page = (ROOT / "studies" / "long.md").read_text()
-    words = re.sub(r"\s+", " ", page.split("**The verdict on `fade`**")[1].split("\n## ")[0])
+    words = re.sub(r"\s+", " ", page.split("### The verdict on `fade`")[1].split("\n###")[0])
     fade, plain = figures("fade"), figures("smoe")
     falls, rises = [], []
     for seed in range(4):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from acmoe.errors import UserError
+from acmoe.lab.study.grids.nano import TEXT_SETTING
 from acmoe.lab.study.registry import STUDIES
 from acmoe.lab.study.results.page import markers, write_page
 from acmoe.lab.study.results.records import read_results
@@ -118,7 +119,7 @@ def test_a_comparison_with_fewer_pairs_than_declared_has_no_test():
     lines = [dict(line, study="long") for line in three_seeds()]
     page = study_markdown(summarise(STUDIES["long"], lines), [])
     assert "| 3 of 4 | -0.2000 [-0.4484, +0.0484] | -8.00 |  |  |  |  |" in page
-    assert "1 of 1 comparisons in test bits per byte have fewer pairs than declared" in page
+    assert "1 of 1 comparison in test bits per byte has fewer pairs than declared" in page
     assert "below 0.05" not in page
     last = [record("smoe", 3, 1.5), record("adaptive-previous", 3, 1.4), record("fade", 3, 1.4)]
     lines += [dict(line, study="long") for line in last]
@@ -126,7 +127,7 @@ def test_a_comparison_with_fewer_pairs_than_declared_has_no_test():
     assert "| adaptive-previous | smoe | 4 | -0.1750 [" in page
     assert "1 comparison in test bits per byte was tested (paired t, Holm" in page
     assert "| fade | smoe | 1 of 4 | -0.1000 | -6.67 |  |  |  |  |" in page
-    assert "1 of 2 comparisons in test bits per byte have fewer pairs than" in page
+    assert "1 of 2 comparisons in test bits per byte has fewer pairs than" in page
 
 
 def test_other_sizes_and_settings_are_never_compared():
@@ -157,6 +158,29 @@ def test_settings_come_before_the_seeds_of_a_printed_command():
     lines = [{**one, "options": "--steps 4 graph=true"} for one in three_seeds()]
     page = study_markdown(summarise(BYTES, lines), [])
     assert "`acmoe study bytes graph=true --data DATA --seeds 0 1 2 --steps 4`" in page
+
+
+def test_a_printed_command_names_the_conditions_that_were_run():
+    """The grid has more in this setting; it would run them, too, and all with all seeds."""
+    place = {"study": "long", "setting": "switch-enwik8, balance 0", "options": ""}
+    lines = [record("smoe", seed, 1.5, **place) for seed in range(2)]
+    lines += [record("fade", seed, 1.5, **place) for seed in range(2)]
+    lines.append(record("adaptive-current", 1, 1.4, **place))
+    where = 'acmoe study long --data DATA --settings "switch-enwik8, balance 0"'
+    page = study_markdown(summarise(STUDIES["long"], lines), [])
+    assert f"`{where} --only smoe fade --seeds 0 1`, `{where} --only adaptive-current --s" in page
+    names = ["smoe", "fade", "adaptive-previous", "adaptive-current"]
+    lines = [record(name, 1, 1.5, **place) for name in names]
+    assert f"\n`{where} --seeds 1`: " in study_markdown(summarise(STUDIES["long"], lines), [])
+
+
+def test_a_metric_without_comparisons_is_not_counted_as_none_of_none():
+    """A study of text and images has a primary metric of each."""
+    text = {"study": "nano", "setting": TEXT_SETTING}
+    lines = [record(name, 0, 1.5, **text) for name in ("smoe", "adaptive-previous")]
+    page = study_markdown(summarise(STUDIES["nano"], lines), [])
+    assert "There is no comparison in top-1 (%) yet." in page
+    assert "0 of 0" not in page
 
 
 def test_the_tables_hold_spread_interval_command_and_commit():

@@ -1,9 +1,10 @@
 """Write a summary as Markdown: figures, differences, descriptive metrics, the paper's figures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from acmoe.evaluate.seeds import Spread
 from acmoe.lab.study.results.chosen_rates import chosen_rates
+from acmoe.lab.study.results.commands import commands_of, conditions_of
 from acmoe.lab.study.results.in_short import in_short
 from acmoe.lab.study.results.markdown import table
 from acmoe.lab.study.results.overall import overall
@@ -19,9 +20,10 @@ def study_markdown(summary: Summary, images: Sequence[str]) -> str:
     parts = [study.question, *([study.note] if study.note else [])]
     if study.declared_pairs is not None:
         parts.append(in_short(summary))
+    grid = conditions_of(study)
     for group in summary.groups:
         parts.append(f"### {group.setting}")
-        parts.append(_origin(summary, group))
+        parts.append(_origin(summary, group, grid))
         parts.append(_figures(group, study.compared))
         if differences := summary.in_group(group):
             parts.append(_differences(differences))
@@ -69,17 +71,9 @@ def _robustness(summary: Summary, rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _origin(summary: Summary, group: Group) -> str:
-    """Return command, commit and device of a group's runs."""
-    seeds = sorted({seed for _, seed in group.runs})
-    options = {record.get("options", "") for record in group.records}
-    study = summary.study
-    # Other studies run whole; of a long one, nobody runs all settings to repeat one.
-    alone = group.setting in study.free_settings or study.declared_pairs is not None
-    which = [f'--settings "{group.setting}"'] if alone else []
-    data = ["--data DATA"] if study.reads([group.setting]) else []
-    words = [*data, *which, "--seeds", *map(str, seeds)]
-    commands = [_command(study.name, words, option.split()) for option in sorted(options)]
+def _origin(summary: Summary, group: Group, grid: Mapping[str, set[str]]) -> str:
+    """Return commands, commit and device of a group's runs."""
+    commands = commands_of(summary.study, group, grid)
     environments = [record["environment"] for record in group.records]
     commits = sorted({str(one.get("commit") or "unknown") for one in environments})
     devices = sorted({str(one.get("device")) for one in environments})
@@ -89,13 +83,6 @@ def _origin(summary: Summary, group: Group) -> str:
         f"`{'`, `'.join(commands)}`: {group.size}; commit {', '.join(commits)}; "
         f"{', '.join(devices)}, {' or '.join(map(str, jobs))} at once.{times}"
     )
-
-
-def _command(name: str, words: list[str], options: list[str]) -> str:
-    """Return the command of a study; KEY=VALUE comes first, since after --seeds it is a seed."""
-    settings = [one for one in options if "=" in one and not one.startswith("--")]
-    others = [one for one in options if one not in settings]
-    return " ".join(["acmoe study", name, *settings, *words, *others])
 
 
 def _measured(group: Group, metric: Metric) -> bool:
@@ -166,12 +153,15 @@ def _verdicts(summary: Summary) -> str:
 def _verdict(summary: Summary, primary: Metric) -> str:
     all_of_them = [one for one in summary.comparisons if one.metric == primary]
     family = [one for one in all_of_them if one.tested]
+    if not all_of_them:
+        return f"There is no comparison in {primary.label} yet."
     untested = len(all_of_them) - len(family)
     diverged = ", or lost pairs to divergence," if any(one.lost for one in all_of_them) else ","
     missing = (
-        f"{untested} of {len(all_of_them)} comparisons in {primary.label} have fewer pairs than "
-        f"declared, or fewer than three{diverged} and no test; an interval of theirs describes the "
-        "pairs so far, and decides nothing."
+        f"{untested} of {len(all_of_them)} {_comparisons(len(all_of_them))} in {primary.label} "
+        f"{'has' if untested == 1 else 'have'} fewer pairs than declared, or fewer than "
+        f"three{diverged} and no test; an interval of such pairs describes them alone, and decides "
+        "nothing."
     )
     if not family:
         return missing
@@ -184,12 +174,15 @@ def _verdict(summary: Summary, primary: Metric) -> str:
         for one in significant
     ]
     listed = "; ".join(verdicts) if verdicts else "none"
-    one = len(family) == 1
     return (
-        f"{len(family)} {'comparison' if one else 'comparisons'} in {primary.label} "
-        f"{'was' if one else 'were'} tested (paired t, Holm-corrected over all of them); below "
-        f"0.05: {listed}."
+        f"{len(family)} {_comparisons(len(family))} in {primary.label} "
+        f"{'was' if len(family) == 1 else 'were'} tested (paired t, Holm-corrected over all of "
+        f"them); below 0.05: {listed}."
     ) + (f" {missing}" if untested else "")
+
+
+def _comparisons(number: int) -> str:
+    return "comparison" if number == 1 else "comparisons"
 
 
 def _overall(summary: Summary) -> str:
