@@ -104,7 +104,7 @@ def test_with_data_only_records_of_the_same_data_count(capsys, monkeypatch, tmp_
     code, out, _ = call(capsys, "study", *command, *given)
     ((digest, end, _),), total = cells_of(out)
     assert (code, end) == (0, "left")
-    assert total == "1 cells: 0 done, 0 failed, 1 left (runs/study/bytes.jsonl)"
+    assert total == "1 cell: 0 done, 0 failed, 1 left (runs/study/bytes.jsonl)"
     assert len(digest) == 16
     # A record of the same cell, whose data were others.
     shutil.rmtree("runs")
@@ -119,10 +119,10 @@ def test_with_data_only_records_of_the_same_data_count(capsys, monkeypatch, tmp_
     where = ("bytes", *options, "--list", "--seeds", "0", "--only", "smoe", *settings)
     _, out, _ = call(capsys, "study", *where, "--megabytes", "40")
     assert cells_of(out)[1] == (
-        "1 cells: 1 done, 0 failed, 0 left (other.jsonl; data not compared)"
+        "1 cell: 1 done, 0 failed, 0 left (other.jsonl; data not compared)"
     )
     _, out, _ = call(capsys, "study", *where, "--megabytes", "0.01", "--data", "data")
-    assert cells_of(out)[1] == "1 cells: 0 done, 0 failed, 1 left (other.jsonl)"
+    assert cells_of(out)[1] == "1 cell: 0 done, 0 failed, 1 left (other.jsonl)"
 
 
 def test_the_commands_of_the_evidence_page_name_data_that_are_read():

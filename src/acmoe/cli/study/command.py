@@ -216,7 +216,8 @@ class Study:
         ends = [one.end for one in found]
         counts = ", ".join(f"{ends.count(end)} {end}" for end in (DONE, FAILED, LEFT))
         unread = "; data not compared" if any(cell.data == UNREAD for cell in cells) else ""
-        print(f"{len(cells)} cells: {counts} ({path}{unread})")
+        noun = "cell" if len(cells) == 1 else "cells"
+        print(f"{len(cells)} {noun}: {counts} ({path}{unread})")
         return 0
 
     def _run(self, cells: "Sequence[Cell]") -> int:
