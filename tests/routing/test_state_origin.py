@@ -200,7 +200,7 @@ def test_replacing_a_part_of_a_state_says_what_it_then_is():
 
 def test_an_override_on_both_sides_fits_and_on_one_side_does_not():
     layers = torch.nn.ModuleList([layer(PAPER), layer(PAPER)]).eval()
-    with override_statistics(layers, eval_statistics="running", measure="std", detach=False):
+    with override_statistics(layers, measure="std", detach=False):
         pass_on(*layers)
     with (
         override_statistics(layers[1], measure="std"),

@@ -62,14 +62,14 @@ def paired_difference(
     seeds = sorted(values.keys() & baseline.keys())
     if not seeds:
         return None
-    for seed in seeds:
-        both = values[seed], baseline[seed]
+    pairs = {seed: (float(values[seed]), float(baseline[seed])) for seed in seeds}
+    for seed, both in pairs.items():
         check(
             all(map(math.isfinite, both)),
             f"seed {seed} has the figures {both[0]} and {both[1]}, and a mean needs finite ones; "
             "leave the seed out of both conditions, and say that its run diverged",
         )
-    differences = [values[seed] - baseline[seed] for seed in seeds]
+    differences = [value - before for value, before in pairs.values()]
     spread = Spread.of(differences)
     found = Difference(
         n=spread.n,
@@ -125,7 +125,15 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
     The smallest of m values is multiplied by m, the next by m - 1 and so on; no corrected value is
     smaller than the one before it.
+
+    A comparison without a test (`Difference.p_t` is None) has no place in the family: leave it out.
     """
+    for place, p in enumerate(p_values):
+        check(
+            p is not None and 0 <= p <= 1,
+            f"p_values[{place}]={p!r}; a p value lies in 0 to 1: leave out comparisons without a "
+            "test, whose p_t is None",
+        )
     order = sorted(range(len(p_values)), key=lambda place: p_values[place])
     corrected, least = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(order):

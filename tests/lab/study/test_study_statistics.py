@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -137,6 +138,19 @@ def test_holm_worked_by_hand():
     assert holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
     assert holm([0.6, 0.5]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+@pytest.mark.parametrize("odd", [None, float("nan"), 1.5, -0.1])
+def test_holm_refuses_what_is_no_p_value(odd):
+    # A NaN in front made all corrected values 1.0, one at the end left the others as they were.
+    with pytest.raises(UserError, match=r"p_values\[1\]=.*leave out comparisons without a test"):
+        holm([0.01, odd, 0.04])
+
+
+def test_a_paired_difference_takes_tensors_and_numbers_of_numpy():
+    values = {0: torch.tensor(1.0), 1: np.float32(2.5), 2: 4}
+    found = paired_difference(values, {0: 0.5, 1: torch.tensor(1.0), 2: np.int64(1)})
+    assert found == paired_difference({0: 1.0, 1: 2.5, 2: 4.0}, {0: 0.5, 1: 1.0, 2: 1.0})
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))

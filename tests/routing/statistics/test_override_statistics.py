@@ -43,7 +43,9 @@ def test_override_decides_which_statistics_are_used():
     running = moe(x, state)[1].scale
     with override_statistics(moe, eval_statistics="batch"):
         batch = moe(x, state)[1].scale
-    assert not torch.equal(running, batch)
+    with override_statistics(moe, eval_statistics="batch", measure="std"):
+        std = moe(x, state)[1].scale
+    assert not torch.equal(running, batch) and not torch.equal(batch, std)
     assert torch.equal(moe(x, state)[1].scale, running)
 
 
@@ -53,6 +55,7 @@ def test_override_decides_which_statistics_are_used():
         ({"eval_statistics": "prefix"}, r"'prefix'.*current.*built for the previous one"),
         ({"statistics_of": "current"}, r"previous one; build it with statistics_of=.current."),
         ({"measure": "mode"}, r"measure='mode' is unknown"),
+        ({"measure": "std"}, r"measure='std' cannot be read from running averages.*as 'mad'"),
         ({"mix": 2}, r"mix=2 cannot be overridden; base, mix, scale_experts are fixed"),
         ({"scale_experts": True}, r"scale_experts=True cannot be overridden"),
         ({"base": SMoEConfig(bias=True)}, r"base=.* cannot be overridden"),

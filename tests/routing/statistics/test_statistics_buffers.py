@@ -260,3 +260,20 @@ def test_a_copy_that_was_only_evaluated_does_not_wait_for_other_processes(monkey
     assert not statistics.seen
     statistics.pending_buffer("last_count")  # as a training forward does
     assert statistics.seen
+
+
+def test_averages_of_another_measure_are_not_loaded(tmp_path):
+    # The variance of a feature is no mean absolute deviation: M would be that of other spreads.
+    sizes = {"dim": 4, "hidden": 8, "num_experts": 3, "top_k": 2}
+    router = AdaptiveConfig(base=SMoEConfig(bias_balancing=0.01), measure="variance")
+    filled, other = filled_layer(), MoE(**sizes, router=router)
+    torch.save(filled.state_dict(), tmp_path / "layer.pt")
+    saved = torch.load(tmp_path / "layer.pt")
+    with pytest.raises(RuntimeError, match=r"averages of measure='mad'.*has measure='variance'"):
+        other.load_state_dict(saved)
+    assert not other.next_state.statistics.weight.any()
+    for name in [name for name in saved if "statistics" in name]:
+        del saved[name]
+    other.load_state_dict(saved, strict=False)  # as the message says
+    # Two conditions that begin with the same weights: empty averages have no measure.
+    other.load_state_dict(MoE(**sizes, router=filled.router.config).state_dict())

@@ -74,10 +74,33 @@ class RunningAverage(StepStatistics):
             self.warn_if_pending()
         return super().train(mode)
 
-    def _save_to_state_dict(self, *arguments: Any) -> None:
-        """Save the buffers, and compute the scale anew: `.data` may be written unnoticed."""
-        super()._save_to_state_dict(*arguments)
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save the buffers, and the name of the measure in the metadata, where torch keeps some.
+
+        The scale is computed anew: `.data` may be written unnoticed.
+        """
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {})
+        if prefix[:-1] in metadata:
+            metadata[prefix[:-1]]["measure"] = self.config.measure
         self.scaled_from = None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Load the averages, unless they are dispersions of another measure.
+
+        Files of safetensors, and those of earlier versions, do not name the measure.
+        """
+        metadata, errors = rest[0], rest[-1]
+        saved, weight = metadata.get("measure"), state_dict.get(f"{prefix}weight")
+        differs = saved not in (None, self.config.measure)
+        if weight is not None and differs and has_values(weight) and weight.any():
+            errors.append(
+                f"{prefix}dispersion holds running averages of measure={saved!r}, and the layer "
+                f"has measure={self.config.measure!r}; build it with the same measure, or leave "
+                "the keys that contain 'statistics' out and load with strict=False"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @property
     def options(self) -> ScaleOptions:
