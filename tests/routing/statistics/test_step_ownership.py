@@ -52,6 +52,24 @@ def test_each_optimizer_moves_its_own_model_from_the_first_step_on() -> None:
     assert_same(averages(generator), after)
 
 
+def test_other_parameters_in_the_same_group_are_noticed() -> None:
+    first, second = layer(0), layer(1)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    train(first, optimizer, 0)
+    other = torch.optim.SGD(layer(2).parameters(), lr=0.1)
+    other.step()
+    optimizer.param_groups[0]["params"][:] = second.parameters()
+    other.param_groups[0]["params"] = list(first.parameters())
+    other.step()
+    before = averages(first)
+    loss_of(first, tokens(1)).backward()
+    train(second, optimizer, 2)
+    assert moved(second) > 0
+    assert_same(averages(first), before)
+    other.step()
+    assert moved(first) > before["next_state.statistics.weight"].sum()
+
+
 def test_the_collector_of_another_thread_does_not_wait_for_a_step() -> None:
     """A wrapper may be freed in any thread, also in one that holds a lock the step waits for."""
     before = registry.changes()
