@@ -27,6 +27,7 @@ from stepped_layers import (
     train,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from acmoe import AdaptiveConfig, MoE, build_router
 from acmoe.routing.state import Routing
@@ -68,6 +69,20 @@ def test_other_parameters_in_the_same_group_are_noticed() -> None:
     assert_same(averages(first), before)
     other.step()
     assert moved(first) > before["next_state.statistics.weight"].sum()
+
+
+def test_a_step_on_fake_tensors_leaves_other_layers_alone() -> None:
+    frozen = layer(0).requires_grad_(False)
+    frozen(tokens(0), START)
+    with FakeTensorMode():
+        fake = layer(1)
+        optimizer = torch.optim.SGD(fake.parameters(), lr=0.1)
+        y, _ = fake(torch.randn(T, D))
+        y.sum().backward()
+        optimizer.step()
+    assert moved(frozen) == 0
+    train(trained := layer(2), torch.optim.SGD(trained.parameters(), lr=0.1), 0)
+    assert moved(frozen) > 0
 
 
 def test_the_collector_of_another_thread_does_not_wait_for_a_step() -> None:

@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch._guards import active_fake_mode
 from torch.autograd import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from acmoe.ops.checks import has_values
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.statistics.over_ranks import is_distributed, world_size
 from acmoe.ops.statistics.pending import replaying
@@ -97,6 +99,8 @@ def _autograd_is_compiled() -> bool:
 def _update(optimizer: Optimizer) -> None:
     trained = trained_by(optimizer)
     update_all(_alive(trained.held))
+    if active_fake_mode() is not None:  # a step that computes nothing leaves other layers alone
+        return
     unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
     if not trained.searched and any(one.has_pending or world_size() > 1 for one in unclaimed):
         # They may belong to an optimizer that has not taken its first step yet. To find it takes
@@ -123,7 +127,7 @@ def _trains(statistics: "StepStatistics") -> bool:
     A copy may be on one of several processes alone, as an average of the weights often is: to pool
     it would wait for the others for ever.
     """
-    fixed = any(buffer.is_meta or buffer.is_inference() for buffer in statistics.buffers())
+    fixed = any(not has_values(buffer) or buffer.is_inference() for buffer in statistics.buffers())
     return statistics.training and statistics.seen and not fixed
 
 
