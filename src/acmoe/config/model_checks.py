@@ -25,8 +25,9 @@ def check_shares(config: object, *names: str) -> None:
 
 def check_capacity(factor: object, name: str = "capacity_factor") -> None:
     """Check that an expert's capacity is a positive number, or None; numpy's numbers are some."""
+    number = isinstance(factor, Real) and not isinstance(factor, bool)
     check(
-        factor is None or (isinstance(factor, Real) and not isinstance(factor, bool) and factor > 0),
+        factor is None or (number and factor > 0),  # type: ignore[operator]
         f"{name}={factor!r}; it must be positive, or None for dropless",
     )
 
