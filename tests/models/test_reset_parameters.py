@@ -206,3 +206,11 @@ def test_image_models_of_fake_tensors_are_built_and_trained(
         (out.loss + out.aux_loss).backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert out.logits.shape == (2, model.config.num_classes)
+
+
+def test_a_padded_batch_of_fake_tensors_has_a_loss() -> None:
+    with FakeTensorMode():
+        model = create_model("switch-nano", router="adaptive")
+        tokens = torch.zeros(2, 4, dtype=torch.int64)
+        out = model(tokens, tokens, token_mask=tokens == 0)
+    assert out.loss.shape == ()
