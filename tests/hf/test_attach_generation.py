@@ -97,9 +97,7 @@ def test_statistics_of_whole_sequences_are_refused_with_a_cache(mode: str) -> No
 
 def test_generation_in_training_mode_is_told_to_call_eval() -> None:
     model = measured(statistics="prefix").train()
-    with pytest.raises(
-        UserError, match=r"in training mode .* call model\.eval\(\) before"
-    ):
+    with pytest.raises(UserError, match=r"in training mode .* call model\.eval\(\) before"):
         generated(model, ids())
 
 

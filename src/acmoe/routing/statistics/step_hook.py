@@ -35,6 +35,7 @@ from acmoe.ops.checks import has_values
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.statistics.over_ranks import is_distributed, world_size
 from acmoe.ops.statistics.pending import replaying
+from acmoe.routing.counted_states import count_step
 from acmoe.routing.statistics.group import find_groups, update_all
 from acmoe.routing.statistics.registry import (
     add_statistics,
@@ -98,6 +99,8 @@ def _autograd_is_compiled() -> bool:
 
 def _update(optimizer: Optimizer) -> None:
     trained = trained_by(optimizer)
+    if trained.held:
+        count_step()
     update_all(_alive(trained.held))
     if active_fake_mode() is not None:  # a step that computes nothing leaves other layers alone
         return
