@@ -53,7 +53,7 @@ def check_reentrant(aux_loss: Tensor) -> None:
 def _check_used(aux_loss: Tensor) -> None:
     """Raise a UserError at the end of the backward under way unless aux_loss has got a gradient."""
     used: list[bool] = []
-    aux_loss.register_hook(lambda gradient: used.append(True))
+    aux_loss.register_hook(lambda gradient: used.append(True))  # type: ignore[no-untyped-call]
 
     def check_at_end() -> None:
         if not used:
