@@ -19,7 +19,7 @@ from acmoe import (
     build_router,
 )
 from acmoe.ops import dispatch
-from acmoe.routing import rescaling
+from acmoe.routing import counted_states
 
 SIZES: dict[str, Any] = {"dim": 6, "num_experts": 4}
 LAYERS = {
@@ -32,9 +32,9 @@ LAYERS = {
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
     monkeypatch.setattr(dispatch, "_logged", set())
-    monkeypatch.setattr(rescaling, "PATIENCE", 6)
-    monkeypatch.setattr(rescaling._Calls, "without", 0)
-    monkeypatch.setattr(rescaling._Calls, "passed", False)
+    monkeypatch.setattr(counted_states, "PATIENCE", 6)
+    for name, value in (("without", 0), ("traced", 0), ("passed", False)):
+        monkeypatch.setattr(counted_states.Calls, name, value)
     caplog.set_level(logging.WARNING, logger="acmoe")
     return caplog
 
@@ -76,7 +76,7 @@ def test_layers_that_get_their_states_say_nothing(kind: str, logged: Any) -> Non
 def test_one_layer_alone_is_told_and_may_be_the_first_stage_of_a_pipeline(
     processes: int, mentions: bool, logged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rescaling, "world_size", lambda: processes)
+    monkeypatch.setattr(counted_states, "world_size", lambda: processes)
     for _ in range(12):
         call(pair("moe")[0], torch.randn(2, 5, 6), None)
     (line,) = logged.messages
@@ -102,3 +102,16 @@ def test_a_state_that_compiled_layers_pass_is_seen(logged: Any) -> None:
     for _ in range(8):
         first(torch.randn(5, 6))
     assert logged.messages == []
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's
+def test_compiled_layers_that_never_get_a_state_say_so_after_some_steps(logged: Any) -> None:
+    torch._dynamo.reset()
+    layers = nn.ModuleList(pair("moe"))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    calls = [torch.compile(layer, backend="eager", fullgraph=True) for layer in layers]
+    for step in range(1, 7):  # both layers share a graph: one trace, and one call a step
+        for call in calls:
+            call(torch.randn(5, 6))
+        optimizer.step()
+        assert len(logged.messages) == (1 if 1 + step >= 6 else 0)

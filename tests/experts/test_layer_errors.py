@@ -40,6 +40,8 @@ BUILDS = [
     ({"capacity_factor": 0.0}, r"capacity_factor=0.0; it must be positive, or None for dropless"),
     ({"capacity_factor": float("nan")}, r"capacity_factor=nan; it must be positive"),
     ({"capacity_factor": True}, r"capacity_factor=True; it must be positive, or None for dropless"),
+    ({"capacity_factor": np.True_}, r"capacity_factor=.*True.*; it must be positive"),
+    ({"capacity_factor": np.ones(2)}, r"capacity_factor=array.*; it must be positive"),
     ({"next_router": "adaptive"}, r"next_router='adaptive'; pass the next router's AdaptiveConfig"),
     ({"router": other_router(dim=5)}, r"router has dim=5, the layer dim=4; build both with the"),
     ({"router": other_router(num_experts=5)}, r"router has num_experts=5, the layer num_experts=3"),

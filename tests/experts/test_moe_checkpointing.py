@@ -152,6 +152,25 @@ def test_a_reentrant_checkpoint_that_would_drop_the_auxiliary_loss_is_refused(re
         (y.square().mean() + state.aux_loss).backward()
 
 
+@pytest.mark.parametrize("uses", [False, True])
+def test_a_reentrant_checkpoint_of_two_tensors_must_use_the_auxiliary_loss(uses):
+    # A block may keep its loss in an attribute, where it has no gradient, or inside of a tensor.
+    block = stack(1, router=ROUTERS["batch-previous"])[0]
+    x = torch.randn(2, 6, DIM).requires_grad_()
+
+    def two_tensors(y, *state):
+        y, after = block(y, RoutingState(*state))
+        return y, after.aux_loss[None] if uses else y.mean(-1)
+
+    y, other = checkpoint(two_tensors, x, *begin([block], x), use_reentrant=True)
+    loss = y.square().mean() + other.sum()
+    if uses:
+        loss.backward()
+    else:
+        with pytest.raises(UserError, match=r"drops the gradient of state.aux_loss.*=False"):
+            loss.backward()
+
+
 def test_a_reentrant_checkpoint_without_auxiliary_loss_may_hold_the_state_inside():
     moe = MoE(dim=DIM, hidden=8, num_experts=4, top_k=2, losses=LossConfig(balance=0.0))
     x = torch.randn(12, DIM).requires_grad_()

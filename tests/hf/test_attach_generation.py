@@ -95,6 +95,12 @@ def test_statistics_of_whole_sequences_are_refused_with_a_cache(mode: str) -> No
     assert generated(model, tokens, use_cache=False).shape == (2, 15)
 
 
+def test_generation_in_training_mode_is_told_to_call_eval() -> None:
+    model = measured(statistics="prefix").train()
+    with pytest.raises(UserError, match=r"in training mode .* call model\.eval\(\) before"):
+        generated(model, ids())
+
+
 def test_prefix_statistics_stand_behind_the_keys_of_a_growing_cache() -> None:
     model, tokens = measured(statistics="prefix"), ids(2, 8)
     whole = logits(model, input_ids=tokens)

@@ -191,7 +191,7 @@ def test_prefix_tuning_counts_the_tokens_of_the_batch_alone() -> None:
     assert all(82 <= one.weight.sum() <= 86 for one in statistics(model))
     prefix = acmoe.attach(build("mixtral"), AdaptiveConfig(statistics="prefix"))
     with pytest.raises(
-        UserError, match=r"past_key_values holds 3 tokens .* use statistics='running'"
+        UserError, match=r"past_key_values holds 3 tokens, .* use statistics='running'"
     ):
         peft.get_peft_model(prefix, config).train()(**X)
 

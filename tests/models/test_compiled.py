@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters as COUNTERS  # noqa: N812, a constant of this file
 
 from acmoe.experts.moe import MoE
@@ -112,3 +113,14 @@ def test_a_compiled_layer_records_its_routings_in_every_thread_by_one_graph() ->
     other.join()
     assert counts == [1, 1]
     assert COUNTERS["stats"]["unique_graphs"] == 1
+
+
+def test_routings_are_returned_with_a_graph_break_and_the_full_graph_names_it() -> None:
+    model = create_model("switch-nano", router="smoe").eval()
+    tokens = torch.arange(4)[None]
+    wanted = model(tokens, return_routings=True).routings
+    found = torch.compile(model, backend="eager")(tokens, return_routings=True).routings
+    assert all(torch.equal(a.expert_ids, b.expert_ids) for a, b in zip(found, wanted, strict=True))
+    torch.compiler.reset()
+    with pytest.raises(Unsupported, match=r"return_routings=True .*; compile without fullgraph"):
+        torch.compile(model, backend="eager", fullgraph=True)(tokens, return_routings=True)

@@ -3,9 +3,12 @@
 Every module that owns parameters or buffers has `reset_parameters`, the convention of FSDP.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from acmoe import (
     AdaptiveConfig,
@@ -188,3 +191,26 @@ def test_averages_that_a_file_holds_in_low_precision_become_float32() -> None:
     found.load_state_dict(low, assign=True)
     statistics = found.next_state.statistics
     assert {buffer.dtype for buffer in statistics.buffers()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("swin-nano", {"position": "table"}), ("swin-nano", {}), ("softmoe-nano", {})],
+)
+def test_image_models_of_fake_tensors_are_built_and_trained(
+    name: str, options: dict[str, Any]
+) -> None:
+    with FakeTensorMode():
+        model = create_model(name, router="adaptive", **options).train()
+        out = model(torch.randn(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64))
+        (out.loss + out.aux_loss).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert out.logits.shape == (2, model.config.num_classes)
+
+
+def test_a_padded_batch_of_fake_tensors_has_a_loss() -> None:
+    with FakeTensorMode():
+        model = create_model("switch-nano", router="adaptive")
+        tokens = torch.zeros(2, 4, dtype=torch.int64)
+        out = model(tokens, tokens, token_mask=tokens == 0)
+    assert out.loss.shape == ()

@@ -186,6 +186,7 @@ def test_stages_double_in_width_and_halve_in_side() -> None:
         ({"depths": (2, 2, 18, 1)}, "asks for experts in the odd blocks of stage 3"),
         ({"top_k": 17}, "top_k=17 exceeds num_experts=16; lower top_k"),
         ({"capacity_factor": 0.0}, "capacity_factor=0.0; it must be positive, or None"),
+        ({"capacity_factor": "1"}, "capacity_factor='1'; it must be positive, or None"),
         ({"drop_path": 1.0}, "drop_path=1.0; it must lie in"),
         ({"position": "none"}, "position='none' is unknown; choose one of mlp, table"),
         ({"balance_loss": "none"}, "balance_loss='none' is unknown"),

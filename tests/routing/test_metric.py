@@ -154,6 +154,20 @@ def test_a_checkpoint_without_an_origin_has_the_origin_zero() -> None:
         assert torch.allclose(found, wanted, atol=1e-5)
 
 
+def test_single_tokens_count_within_a_step_and_not_over_steps() -> None:
+    router = router_of(MetricConfig())
+    assert isinstance(router, MetricRouter)
+    moments, first_T = router.statistics, torch.tensor([0, 1, 1])
+    for _ in range(3):  # a step of one batch
+        moments.record(torch.randn(3, 3), first_T, None)
+        fold_statistics(router)
+    assert moments.weight[0] == 0 < moments.weight[1]
+    for _ in range(2):  # a step of two micro-batches
+        moments.record(torch.randn(3, 3), first_T, None)
+    fold_statistics(router)
+    assert moments.weight[0] == 2
+
+
 def test_an_expert_nobody_chose_has_the_moments_of_all_tokens() -> None:
     router = trained(MetricConfig())
     with torch.no_grad():

@@ -84,6 +84,20 @@ def test_a_plain_router_alone_measures_for_the_adaptive_one_behind_it():
         second(x, last.next_state(x, last(x)))
 
 
+@pytest.mark.parametrize("reads", ["previous", "current"])
+def test_a_state_is_of_the_tokens_that_were_routed(reads):
+    router = build_router(AdaptiveConfig(statistics_of=reads), **SIZES, standalone=True)
+    x = torch.randn(2, 5, 6)
+    routing = router(x)
+    state = router.next_state(x, routing)
+    with pytest.raises(UserError, match="routing is of 10 tokens, and x has 5; pass the x"):
+        router.next_state(x[:1], routing)
+    with pytest.raises(UserError, match=r"state.assignment has shape \(10, 1\); x has 5 tokens"):
+        router.next_state(x[:1], router(x[:1]), state)
+    with pytest.raises(UserError, match=r"routing is a Tensor; pass what router\(x, state\) gave"):
+        router.next_state(x, routing.affinity)
+
+
 def test_half_a_state_is_never_handed_on():
     x = torch.randn(3, 6)
     router = build_router("adaptive", **SIZES)

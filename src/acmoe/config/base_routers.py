@@ -68,7 +68,8 @@ class SMoEConfig:
 class MetricConfig(SMoEConfig):
     """Top-k routing where each expert's affinity is lowered by the token's distance from it.
 
-    The distance is taken in the expert's own metric: its running mean and variance.
+    The distance is taken in the expert's own metric: its running mean and variance. An optimizer
+    step in which an expert is the first choice of a single token does not change them.
     """
 
     name: ClassVar[str] = "metric"

@@ -1,5 +1,7 @@
 """Checks that the configs of all models share."""
 
+from numbers import Real
+
 from acmoe.config.routing import RouterConfig
 from acmoe.errors import check
 
@@ -19,6 +21,15 @@ def check_shares(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         check(0 <= value < 1, f"{name}={value}; it must lie in [0, 1)")
+
+
+def check_capacity(factor: object, name: str = "capacity_factor") -> None:
+    """Check that an expert's capacity is a positive number, or None; numpy's numbers are some."""
+    number = isinstance(factor, Real) and not isinstance(factor, bool)
+    check(
+        factor is None or (number and factor > 0),  # type: ignore[operator]
+        f"{name}={factor!r}; it must be positive, or None for dropless",
+    )
 
 
 def check_router_type(router: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acmoe.config.model_checks import check_top_k
+from acmoe.config.model_checks import check_capacity, check_top_k
 from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig, RouterConfig
 from acmoe.errors import UserError, check
 from acmoe.experts.capacity import limit_capacity
@@ -79,7 +79,7 @@ class MoE(Layer):
     ) -> None:
         super().__init__()
         router = _router_of(router, dim, num_experts, top_k, losses)
-        _check_capacity(capacity_factor)
+        check_capacity(capacity_factor)
         self.dim = dim
         self.num_experts = num_experts
         self.capacity_factor = capacity_factor
@@ -229,11 +229,3 @@ def _router_of(
         "router='soft' fills slots instead of choosing experts; use acmoe.SoftMoE",
     )
     return router
-
-
-def _check_capacity(factor: float | None) -> None:
-    number = hasattr(factor, "__float__") and not isinstance(factor, bool | Tensor)
-    check(
-        factor is None or (number and factor > 0),
-        f"capacity_factor={factor!r}; it must be positive, or None for dropless",
-    )

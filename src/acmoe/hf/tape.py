@@ -79,9 +79,10 @@ def new_tape(given: Mapping[str, Any], name: str, statistics: ClusterStatistics 
     )
     check(
         statistics.mode == "running" or not statistics.training or tape.past == 0,
-        f"past_key_values holds {tape.past} tokens (prefix tuning of PEFT puts some there), and in "
-        f"training statistics={statistics.mode!r} measure whole sequences; use "
-        "statistics='running', or leave it out",
+        f"past_key_values holds {tape.past} tokens, and in training mode statistics="
+        f"{statistics.mode!r} measure whole sequences; call model.eval() before generate; to train "
+        "with tokens in the cache (prefix tuning of PEFT puts some there), use "
+        "statistics='running'",
     )
     if statistics.mode == "prefix" and not statistics.training:
         tape.slots = slots_in(cache, name)

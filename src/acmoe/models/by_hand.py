@@ -5,6 +5,7 @@ A saved model is its tensors and its config, so that a loaded one has the attrib
 
 import warnings
 from dataclasses import fields, is_dataclass
+from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,10 +57,14 @@ def set_by_hand(model: nn.Module, built: nn.Module) -> list[str]:
 def _difference(name: str, now: Any, built: Any) -> list[str]:
     """Return how two values or two configs differ, or that a tensor is in the place of a value.
 
-    Other objects are not compared.
+    Numbers of numpy are values, too. Other objects are not compared.
     """
     if isinstance(now, Tensor) and isinstance(built, Value):
-        now = now.item() if now.numel() == 1 and has_values(now) else f"tensor{tuple(now.shape)}"
+        if now.numel() != 1 or not has_values(now):
+            return [f"{name}=a tensor of shape {tuple(now.shape)}, not {built!r}"]
+        now = now.item()
+    elif isinstance(now, Real) and hasattr(now, "item"):  # a number of numpy
+        now = now.item()
     if is_dataclass(built) and type(now) is type(built):
         of_fields = (
             _difference(f"{name}.{each.name}", getattr(now, each.name), getattr(built, each.name))

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from acmoe.errors import check
+from acmoe.config.model_checks import check_capacity
 from acmoe.experts.moe import MoE
 
 
@@ -18,10 +18,7 @@ def override_capacity(model: nn.Module, factor: float | None) -> Iterator[None]:
 
     >>> # with override_capacity(model, None): accuracy(model, images)
     """
-    check(
-        factor is None or factor > 0,
-        f"factor={factor}; it must be positive, or None for dropless",
-    )
+    check_capacity(factor, "factor")
     layers = [layer for layer in model.modules() if isinstance(layer, MoE)]
     before = [layer.capacity_factor for layer in layers]
     try:

@@ -20,6 +20,13 @@ def recorded(layers: Sequence[MoE | SoftMoE]) -> Iterator[list[Routing]]:
     Calls of the same layers by other threads, which run the hooks too, are left out. Compiled code
     adds those: torch.compile cannot trace the number of a thread.
     """
+    if layers and torch.compiler.is_compiling():
+        # torch.compile cannot trace the hooks, and breaks its graph. With fullgraph=True it raises
+        # an error, which contains this text.
+        torch._dynamo.graph_break(
+            msg="return_routings=True observes the layers by hooks, which no graph contains; "
+            "compile without fullgraph=True, or call acmoe.fast.compiled.compile_blocks(model)"
+        )
     found: list[Routing] = []
     thread = None if torch.compiler.is_compiling() else threading.get_ident()
 

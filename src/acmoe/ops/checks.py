@@ -70,7 +70,7 @@ def check_range(ids: Tensor, low: int, high: int, name: str, more: str = "") -> 
 
 def check_one_run(mask_BN: Tensor, name: str, fix: str) -> None:
     """Require that the True entries of every row follow each other without a gap."""
-    if torch.compiler.is_compiling() or transforming() or mask_BN.is_meta:
+    if torch.compiler.is_compiling() or transforming() or not has_values(mask_BN):
         return
     before_BN = torch.nn.functional.pad(mask_BN[:, :-1], (1, 0))
     one_run_B = (mask_BN & ~before_BN).sum(1) <= 1

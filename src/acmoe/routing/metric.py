@@ -41,6 +41,11 @@ from acmoe.routing.topk import TopKRouter, over_selected
 class ExpertMoments(StepStatistics):
     """Running means of x - o and (x - o)^2 over the tokens whose first choice was each expert.
 
+    The micro-batches of an optimizer step add up first. An expert with a single token in a whole
+    step keeps its moments, as clusters keep their dispersion (`update_average`), and that token is
+    dropped: with one token in every step it has the moments of all tokens for ever. Only layers
+    with about as few tokens as experts have such experts, and larger steps are the remedy.
+
     The origin o is the mean of the first batch's tokens; each `update` moves it to the mean of all
     experts' tokens, so that it follows them.
     """

@@ -1,23 +1,18 @@
 """The base class of routers that rescale the tokens and let another router choose experts.
 
-Such a router needs the state of the layer before. `y, _ = moe(x)` in every block is no error, but
-each layer then is a first one, and routes as its base router; `count_state` warns of it.
+Such a router needs the state of the layer before; where no call gets one, `count_state` warns.
 """
 
-import logging
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig
-from acmoe.ops.dispatch import log_once
 from acmoe.ops.route import ScaledTokens
-from acmoe.ops.statistics.over_ranks import world_size
+from acmoe.routing.counted_states import count_call
 from acmoe.routing.router import Router, unwrapped
 from acmoe.routing.state import Routing, RoutingState, check_mix
-
-PATIENCE = 100  # training calls without a state before the warning
-_FIRST_STAGE = "; all is well if it is the only one in the first stage of a pipeline"
 
 
 class RescalingRouter(Router):
@@ -77,34 +72,7 @@ class RescalingRouter(Router):
         return found
 
 
-class _Calls:
-    """Training calls of layers with such routers in this process."""
-
-    without = 0  # calls that got no state, before the first that got one
-    passed = False  # True: a call got a state
-
-
 def count_state(router: Router, state: RoutingState | None) -> None:
-    """Count a training call; warn once if PATIENCE of them came and none got a state."""
+    """Count a training call of an adaptive layer; a warning says if calls never get a state."""
     if router.training and isinstance(router, RescalingRouter):
-        _count(state is not None)
-
-
-def _count(passed: bool) -> None:
-    if _Calls.passed:
-        return
-    _Calls.passed = passed
-    _Calls.without += not passed
-    if _Calls.without >= PATIENCE:
-        log_once(
-            f"{PATIENCE} training calls of adaptive layers, and none got the state of a layer "
-            "before it, so that all of them route as the plain router: pass it on, "
-            "y, state = moe(x, state), or let acmoe.MoEStack do so (a single MoE layer has no "
-            f"layer before it, and needs no adaptive router{_FIRST_STAGE * (world_size() > 1)})",
-            logging.WARNING,
-        )
-
-
-# torch.compile then counts once, while it traces, and leaves the call out of the graph. This is
-# torch.compiler.assume_constant_result without its import of Dynamo, which takes a second.
-_count._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        count_call(state is not None, torch.compiler.is_compiling())

@@ -17,7 +17,7 @@ from acmoe.ops.precision import without_autocast
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.saved_names import rename_for_base
-from acmoe.routing.state import Routing, RoutingState, check_num_tokens
+from acmoe.routing.state import Routing, RoutingState, check_num_tokens, check_routing_of
 from acmoe.routing.statistics.cache import StatisticsSlot
 from acmoe.routing.statistics.registry import Layer
 
@@ -139,6 +139,8 @@ class Router(Layer):
                 "returns"
             )
         state = self.state_for(x, state)
+        check_num_tokens(state, x)
+        check_routing_of(x, routing)
         check_token_mask(x, token_mask)
         x = blank(x, token_mask)
         found: RoutingState = self.next_layer(x, routing, state, token_mask=token_mask, slot=cache)

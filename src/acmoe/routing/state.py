@@ -217,6 +217,18 @@ def check_num_tokens(state: RoutingState, x: Tensor) -> None:
         )
 
 
+def check_routing_of(x: Tensor, routing: object) -> None:
+    """Raise a UserError unless a router has decided this routing for as many tokens as x has."""
+    if not isinstance(routing, Routing):
+        raise UserError(f"routing is a {type(routing).__name__}; pass what router(x, state) gave")
+    found = routing.affinity.shape[0]
+    if found != count_tokens(x):
+        raise UserError(
+            f"routing is of {found} tokens, and x has {count_tokens(x)}; pass the x that it was "
+            "decided for"
+        )
+
+
 def check_state(
     state: RoutingState, x: Tensor, mix: int, num_clusters: int, reader: NextRouter
 ) -> None:

@@ -27,6 +27,7 @@ from stepped_layers import (
     train,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from acmoe import AdaptiveConfig, MoE, build_router
 from acmoe.routing.state import Routing
@@ -50,6 +51,38 @@ def test_each_optimizer_moves_its_own_model_from_the_first_step_on() -> None:
     assert_same(averages(generator), after)
     train(critic, of_critic, 2)
     assert_same(averages(generator), after)
+
+
+def test_other_parameters_in_the_same_group_are_noticed() -> None:
+    first, second = layer(0), layer(1)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    train(first, optimizer, 0)
+    other = torch.optim.SGD(layer(2).parameters(), lr=0.1)
+    other.step()
+    optimizer.param_groups[0]["params"][:] = second.parameters()
+    other.param_groups[0]["params"] = list(first.parameters())
+    other.step()
+    before = averages(first)
+    loss_of(first, tokens(1)).backward()
+    train(second, optimizer, 2)
+    assert moved(second) > 0
+    assert_same(averages(first), before)
+    other.step()
+    assert moved(first) > before["next_state.statistics.weight"].sum()
+
+
+def test_a_step_on_fake_tensors_leaves_other_layers_alone() -> None:
+    frozen = layer(0).requires_grad_(False)
+    frozen(tokens(0), START)
+    with FakeTensorMode():
+        fake = layer(1)
+        optimizer = torch.optim.SGD(fake.parameters(), lr=0.1)
+        y, _ = fake(torch.randn(T, D))
+        y.sum().backward()
+        optimizer.step()
+    assert moved(frozen) == 0
+    train(trained := layer(2), torch.optim.SGD(trained.parameters(), lr=0.1), 0)
+    assert moved(frozen) > 0
 
 
 def test_the_collector_of_another_thread_does_not_wait_for_a_step() -> None:

@@ -6,6 +6,7 @@ from itertools import count
 from typing import Literal
 
 from acmoe.config.model_checks import (
+    check_capacity,
     check_counts,
     check_heads,
     check_router_type,
@@ -88,10 +89,7 @@ class SwinConfig:
         check_not_negative(self.balance, "balance")
         check_not_negative(self.z, "z")
         check_positive(self.init_std, "init_std")
-        check(
-            self.capacity_factor is None or self.capacity_factor > 0,
-            f"capacity_factor={self.capacity_factor}; it must be positive, or None for dropless",
-        )
+        check_capacity(self.capacity_factor)
         self._check_stages()
         self._check_router()
         self._check_size()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.experts.mlp import ExpertMLP
+from acmoe.models.images.init import trunc_normal_
 from acmoe.ops.recompute import recompute
 from acmoe.routing.state import RoutingState
 
@@ -73,12 +74,12 @@ def init_linear(model: nn.Module, std: float) -> None:
     """Set truncated normal weights and zero biases, in dense layers and experts."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            nn.init.trunc_normal_(module.weight, std=std)
+            trunc_normal_(module.weight, std=std)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, ExpertMLP):
-            nn.init.trunc_normal_(module.up, std=std)
-            nn.init.trunc_normal_(module.down, std=std)
+            trunc_normal_(module.up, std=std)
+            trunc_normal_(module.down, std=std)
 
 
 def new_state(x: Tensor, num_experts: int, aux_loss: Tensor | None = None) -> RoutingState:

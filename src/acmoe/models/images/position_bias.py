@@ -10,6 +10,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
+from acmoe.models.images.init import trunc_normal_
 from acmoe.ops.embedding.op import embedding
 
 
@@ -81,7 +82,7 @@ class TableBias(PositionBias):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        nn.init.trunc_normal_(self.table, std=0.02)
+        trunc_normal_(self.table, std=0.02)
 
     def by_offset(self) -> Tensor:
         return self.table

@@ -13,6 +13,7 @@ from acmoe.config.images.vision import SwinConfig
 from acmoe.config.routing import base_router
 from acmoe.experts.moe import MoE
 from acmoe.models.images.classifier import ImageClassifier
+from acmoe.models.images.init import trunc_normal_
 from acmoe.models.images.layers import (
     FeedForward,
     drop_path_rates,
@@ -135,7 +136,7 @@ class SwinModel(ImageClassifier):
         for module in self.modules():
             # Swin-MoE initialises gates like its other weights, unless the config says otherwise.
             if isinstance(module, TopKRouter) and module.config.init == "uniform":
-                nn.init.trunc_normal_(module.embedding, std=self.config.init_std)
+                trunc_normal_(module.embedding, std=self.config.init_std)
                 if module.fixed_length is not None:
                     module.fixed_length.update()
 

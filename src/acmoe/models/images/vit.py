@@ -13,6 +13,7 @@ from acmoe.config.routing import AdaptiveConfig, RandomConfig, SoftConfig
 from acmoe.errors import check
 from acmoe.experts.soft import SoftMoE
 from acmoe.models.images.classifier import ImageClassifier
+from acmoe.models.images.init import trunc_normal_
 from acmoe.models.images.layers import (
     FeedForward,
     drop_path_rates,
@@ -107,8 +108,8 @@ class SoftViT(ImageClassifier):
     def reset_parameters(self) -> None:
         """Initialise all weights."""
         init_linear(self, self.config.init_std)
-        nn.init.trunc_normal_(self.class_token, std=self.config.init_std)
-        nn.init.trunc_normal_(self.positions, std=self.config.init_std)
+        trunc_normal_(self.class_token, std=self.config.init_std)
+        trunc_normal_(self.positions, std=self.config.init_std)
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (B, D) final class token, and the auxiliary losses."""

@@ -109,6 +109,10 @@ class LanguageModel(nn.Module):
                 or after its last, also over several segments; it does not affect results, and its
                 targets are not read.
             return_routings: also return each MoE layer's decision.
+
+        Ids outside the vocabulary and padding between tokens raise a UserError on a CPU. On a GPU
+        the host does not wait for their values: a device assertion fails with the same text, and
+        the process has to be started again. Repeat the call on a CPU to learn the row.
         """
         self._check(tokens, targets, memory, token_mask)
         with recorded(self.moe_layers() if return_routings else []) as routings:

@@ -188,7 +188,7 @@ class RunningAverage(StepStatistics):
     @property
     def version(self) -> tuple[object, ...]:
         """Return a value that changes with everything that the running scale depends on."""
-        return self.dispersion._version, self.weight._version, self.config
+        return self.dispersion._version, self.weight._version, id(self.weight), self.config
 
     def update(self) -> None:
         """Update the running average, and its scale, with the recorded batches."""
