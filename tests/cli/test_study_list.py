@@ -118,9 +118,7 @@ def test_with_data_only_records_of_the_same_data_count(capsys, monkeypatch, tmp_
     settings = ("--settings", "pre-norm, balance 0.01", "--out", "other.jsonl")
     where = ("bytes", *options, "--list", "--seeds", "0", "--only", "smoe", *settings)
     _, out, _ = call(capsys, "study", *where, "--megabytes", "40")
-    assert cells_of(out)[1] == (
-        "1 cell: 1 done, 0 failed, 0 left (other.jsonl; data not compared)"
-    )
+    assert cells_of(out)[1] == ("1 cell: 1 done, 0 failed, 0 left (other.jsonl; data not compared)")
     _, out, _ = call(capsys, "study", *where, "--megabytes", "0.01", "--data", "data")
     assert cells_of(out)[1] == "1 cell: 0 done, 0 failed, 1 left (other.jsonl)"
 
