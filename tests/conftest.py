@@ -30,7 +30,7 @@ settings.register_profile("quick", parent=settings.get_profile("acmoe"), max_exa
 settings.load_profile("acmoe")  # `make test` asks for the quick one: --hypothesis-profile=quick
 
 
-# torch describes each step of a compilation to the readers of this log, and pytest 9 reads every log
+# torch describes each step of a compilation to the readers of this log, and pytest 9 reads each log
 # that does not pass its lines on. Nobody looks at them, and they take a fifth of the time.
 TRACE = logging.getLogger("torch.__trace")
 TRACE.handlers.clear()
