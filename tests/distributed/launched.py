@@ -1,5 +1,6 @@
 """Run functions in processes with the environment that torchrun gives them."""
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,7 @@ def _enter(
     folder: Path,
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # the library searches the objects of this process, not the million of its imports
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1"
     )

@@ -1,5 +1,6 @@
 """Run a function in several processes of one gloo group, and collect what each returns."""
 
+import gc
 import os
 import socket
 from collections.abc import Callable
@@ -36,6 +37,7 @@ def _enter(
     folder: Path,
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # the library searches the objects of this process, not the million of its imports
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
     try:

@@ -39,7 +39,6 @@ def many(rank: int) -> dict[str, Any]:
         # before there are models of other cases
         "replicated, searches": [searches_of_replicated(rank, config) for config in (OWN, GLOBAL)],
         "sharded, searches": searches_of_sharded(rank),
-        "frozen objects": after_freeze(rank),
         "copied": moved(rank, groups, copy.deepcopy),
         "pickled": moved(rank, groups, lambda model: pickle.loads(pickle.dumps(model))),
         "wrapped again": moved(rank, groups, lambda model: model),
@@ -49,6 +48,7 @@ def many(rank: int) -> dict[str, Any]:
         "conditional": conditional(rank),
         "conditional, wrapped again": conditional_wrapped_again(rank),
         "averaged wrapper": averaged_wrapper(rank),
+        "frozen objects": after_freeze(rank),  # last: it thaws the objects of imports
     }
 
 

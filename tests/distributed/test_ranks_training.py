@@ -30,7 +30,7 @@ from tiny_runs import QUIET, records, tiny_run
 from tiny_vision_runs import tiny_vision_run
 
 # Two micro-batches, gradients clipped. Without dropout: every process draws its own.
-SHORT = ("steps=4", "log_every=1", "eval_every=2", "checkpoint_every=2")
+SHORT = ("steps=4", "log_every=1", "eval_every=2", "checkpoint_every=2", "eval_tokens=64")
 SAME = (
     *SHORT,
     "clip=1.0",

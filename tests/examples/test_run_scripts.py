@@ -12,6 +12,10 @@ from started import fork_server
 from torch import nn
 from torch.nn import functional
 
+import acmoe
+from acmoe.lab.study import pool
+from acmoe.lab.study.registry import STUDIES
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -95,22 +99,11 @@ def test_both_routers_learn_and_lose_accuracy_under_attack():
         assert row["pgd"] < row["clean"]
 
 
-SMALL = ("--steps", "2", "--tokens", "512", "--megabytes", "0.2", "--seeds", "0")
+SMALL = (
+    *("eval_tokens=200", "model.dim=16", "model.hidden=16", "model.heads=2", "model.span=24"),
+    *("--steps", "2", "--tokens", "512", "--megabytes", "0.2", "--seeds", "0"),
+)
 ONE = ("--only", "adaptive-tempered")
-
-
-def compare_own_router(sender):
-    """Send the auxiliary loss of the example's router, then run a cell of its study."""
-    import own_study
-
-    import acmoe
-    from acmoe.lab.study import pool
-
-    router = own_study.TemperedConfig()
-    moe = acmoe.MoE(dim=4, hidden=4, num_experts=2, top_k=2, router=router)
-    sender.send(moe(torch.randn(6, 4))[1].aux_loss.item())
-    pool._SPAWN = fork_server()
-    own_study.main(["study", "tempered", *SMALL, *ONE])
 
 
 def check_record():
@@ -122,16 +115,18 @@ def check_record():
     assert record["config"]["model"]["router"]["base"] == {"name": "tempered", "start": 1.0}
 
 
-def test_a_router_of_one_s_own_is_compared_and_has_the_balance_loss():
-    """In a process of its own: the script adds its study to the library's table of studies."""
-    forks = fork_server()
-    receiver, sender = forks.Pipe(duplex=False)
-    process = forks.Process(target=compare_own_router, args=(sender,))
-    process.start()
-    sender.close()
+def test_a_router_of_one_s_own_is_compared_and_has_the_balance_loss(monkeypatch):
+    monkeypatch.setitem(STUDIES, "tempered", None)  # to remove what the script adds to the table
+    monkeypatch.delitem(sys.modules, "own_study", raising=False)
+    monkeypatch.setattr(pool, "_SPAWN", fork_server())
+    import own_study
+
+    router = own_study.TemperedConfig()
+    moe = acmoe.MoE(dim=4, hidden=4, num_experts=2, top_k=2, router=router)
     # With both of two experts chosen by every token: 0.01 * 2 * sum of 1/2 * P_e = 0.01.
-    assert receiver.recv() == pytest.approx(0.01)
-    process.join()
+    assert moe(torch.randn(6, 4))[1].aux_loss.item() == pytest.approx(0.01)
+    with pytest.raises(SystemExit, match="0"):
+        own_study.main(["study", "tempered", *SMALL, *ONE])
     check_record()
 
 

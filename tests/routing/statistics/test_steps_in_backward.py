@@ -5,6 +5,7 @@ T tokens, D features, C clusters.
 
 import copy
 import gc
+import itertools
 from collections.abc import Callable
 from unittest import mock
 
@@ -15,6 +16,7 @@ from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 from acmoe import AdaptiveConfig, MetricConfig, MoE, RoutingState, SMoEConfig
+from slow_cases import mostly_slow
 
 T, D, C = 30, 4, 3
 ROUTERS = {
@@ -73,8 +75,8 @@ def step_in_hooks(parameters: list[nn.Parameter], lr: float) -> dict[nn.Paramete
     return gradients
 
 
-@pytest.mark.parametrize("replay", [False, True])
-@pytest.mark.parametrize("router", ROUTERS)
+# Each router once, half of them with blocks that the backward repeats.
+@mostly_slow(("router", "replay"), itertools.product(ROUTERS, (False, True)), keep={0, 3, 5, 6})
 def test_steps_inside_the_backward_are_one_step_after_it(router: str, replay: bool) -> None:
     inside, after = Blocks(router, replay=replay), Blocks(router, replay=replay)
     step_in_hooks(list(inside.parameters()), lr=0.1)
@@ -101,7 +103,7 @@ def test_one_search_finds_the_optimizers_of_all_parameters() -> None:
     assert searches.call_count == 1
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+@mostly_slow("router", ROUTERS, keep={0, 3})  # the test above repeats blocks of the others
 def test_a_repeated_block_reads_the_statistics_of_its_forward(router: str) -> None:
     """A step of any optimizer moves the statistics of frozen layers, also of those below."""
     gradients = []
