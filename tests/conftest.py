@@ -31,7 +31,7 @@ settings.load_profile("acmoe")  # `make test` asks for the quick one: --hypothes
 
 
 # torch describes each step of a compilation to the readers of this log, and pytest 9 reads each log
-# that does not pass its lines on. Nobody looks at them, and they take a fifth of the time.
+# that does not pass its lines on. Nobody looks at them here, and to make them takes time.
 TRACE = logging.getLogger("torch.__trace")
 TRACE.handlers.clear()
 TRACE.propagate = True
