@@ -81,7 +81,7 @@ def running_layer():
 
 
 def test_layers_that_torch_compile_wrapped_pass_the_state_on(fresh_compiler):
-    plain = MoEStack(running_layer() for _ in range(2))
+    plain = MoEStack(running_layer() for _ in range(3))
     stack = MoEStack(torch.compile(layer, backend="eager") for layer in copy.deepcopy(plain))
     planned = [layer.next_state.next_router for layer in stack.moe_layers()]
     assert planned == [layer.next_state.next_router for layer in plain]
