@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -288,6 +289,19 @@ def test_a_command_goes_on_where_nobody_reads_its_progress(monkeypatch, closed_p
     with plain_output():
         console.print("10 of 20")
         console.print("20 of 20")
+
+
+def test_a_warning_of_a_command_is_one_line(capsys, monkeypatch):
+    def warn(arguments):
+        warning = UserWarning("another text;\n  figures are of that one")
+        print(warnings.formatwarning(warning, UserWarning, "run.py", 7), end="")
+        return 0
+
+    monkeypatch.setattr("acmoe.cli._run", warn)
+    expected = "acmoe: warning: another text; figures are of that one\n"
+    assert call(capsys, "evaluate") == (0, expected, "")
+    monkeypatch.setenv("LOCAL_RANK", "1")  # a process of torchrun, whose first process speaks
+    assert call(capsys, "evaluate") == (0, "", "")
 
 
 class FullDisk(io.StringIO):

@@ -1,7 +1,8 @@
-"""What a command does with a pipe whose reader has gone."""
+"""What a command does with warnings, and with a pipe whose reader has gone."""
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,13 +11,14 @@ from rich.console import Console
 
 @contextmanager
 def plain_output() -> Iterator[None]:
-    """Inside `with`, a closed pipe ends or silences a command."""
-    before = Console.on_broken_pipe
+    """Inside `with`, a warning is one line, and a closed pipe ends or silences a command."""
+    before = Console.on_broken_pipe, warnings.formatwarning
     Console.on_broken_pipe = _on_broken_pipe  # type: ignore[method-assign]
+    warnings.formatwarning = _one_line
     try:
         yield
     finally:
-        Console.on_broken_pipe = before  # type: ignore[method-assign]
+        Console.on_broken_pipe, warnings.formatwarning = before  # type: ignore[method-assign]
 
 
 def drop_output(descriptor: int) -> None:
@@ -35,3 +37,14 @@ def _on_broken_pipe(console: Console) -> None:
     if not console.stderr:
         raise BrokenPipeError
     drop_output(sys.stderr.fileno())
+
+
+def _one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: object = None
+) -> str:
+    """Return a warning as one line, without the place in the code.
+
+    Of the processes that torchrun starts, the first of each machine prints it.
+    """
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    return f"acmoe: warning: {' '.join(str(message).split())}\n" if first else ""
