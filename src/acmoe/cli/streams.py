@@ -28,13 +28,13 @@ def drop_output(descriptor: int) -> None:
     os.close(null)
 
 
-def _on_broken_pipe(console: Console) -> None:
+def _on_broken_pipe(self: Console) -> None:
     """Raise if standard output has no reader; rich itself would end the process with 1.
 
     Standard error has only progress and notes: the command goes on without them, and no work is
     lost.
     """
-    if not console.stderr:
+    if not self.stderr:
         raise BrokenPipeError
     drop_output(sys.stderr.fileno())
 
