@@ -19,7 +19,7 @@ from acmoe.evaluate.starts import record_start
 from acmoe.runtime import seeded
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.display import Display
-from acmoe.train.images import ImageTrainer, check_images
+from acmoe.train.images import ImageTrainer, check_images, probe_validation
 from acmoe.train.loop import TrainLoop
 from acmoe.train.run_folder import check_free, claim
 from acmoe.train.signals import StopSignals
@@ -118,6 +118,8 @@ def train_images(
                 check_free(folder, config)
             images = load_images(config.data)
             check_images(config, images)
+            if ranks.first:
+                probe_validation(config, images)
         with (
             seeded(config.seed, device),
             StopSignals() as signals,

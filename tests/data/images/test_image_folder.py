@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from acmoe.config.images.data import ImageDataConfig
+from acmoe.data.images import probe
 from acmoe.data.images.folder import open_folder, open_splits
 from acmoe.data.images.load import load_images
 from acmoe.errors import UserError
@@ -142,6 +143,22 @@ def test_a_broken_file_is_named_when_it_is_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train/a/0\.PNG is no readable image"):
         images.pixels(0)
     assert images.pixels(1).shape == (10, 12, 3)
+
+
+def test_beyond_a_thousand_images_the_header_of_a_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "DECODED", 1)
+    tree(tmp_path, "train", ["a"], each=3)
+    last = tmp_path / "train" / "a" / "2.PNG"
+    last.write_bytes(last.read_bytes()[:50])  # cut off: only decoding would find it
+    images = open_folder(tmp_path / "train").subset(np.array([0, 1, 2]))
+    probe.probe_images(images, np.arange(3), threads=2)
+    with pytest.raises(UserError, match=r"a/2\.PNG is no readable image"):
+        probe.probe_images(images, np.array([2, 0, 1]), threads=2)
+    last.write_bytes(b"")
+    with pytest.raises(UserError, match=r"a/2\.PNG is no readable image"):
+        probe.probe_images(images, np.arange(3), threads=2)
 
 
 def test_a_link_to_nothing_is_named_when_it_is_read(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from acmoe.data.images.pixels import Pixels, decode
+from acmoe.data.images.pixels import Pixels, check_header, decode
 from acmoe.data.images.splits import ImageSet
 from acmoe.errors import UserError, check
 
@@ -24,6 +24,9 @@ class FolderImages(ImageSet):
 
     def pixels(self, index: int) -> Pixels:
         return decode(self.files[index], self.where(index))
+
+    def probe(self, index: int) -> None:
+        check_header(self.files[index], self.where(index))
 
     def where(self, index: int) -> str:
         return self.files[index]
