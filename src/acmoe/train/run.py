@@ -116,7 +116,7 @@ def train_images(
         with ranks.first_before_others():
             if ranks.first:
                 check_free(folder, config)
-            images = load_images(config.data)
+            images = load_images(config.data, warn=ranks.first)
             check_images(config, images)
             if ranks.first:
                 probe_validation(config, images)

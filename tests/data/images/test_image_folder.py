@@ -67,6 +67,9 @@ def test_files_that_are_not_read_are_counted(
     assert len(open_folder(tmp_path / "train")) == 4
     (said,) = caplog.messages
     assert "train: 3 files are not read, such as " in said and "a/photo.heic; images lie" in said
+    tree(tmp_path, "val", ["a"])
+    load_images(ImageDataConfig(name="folder", source=str(tmp_path), size=8), warn=False)
+    assert caplog.messages == [said]
 
 
 def test_a_config_gives_three_splits_of_a_tree(tmp_path: Path) -> None:
