@@ -4,12 +4,16 @@ import errno
 import io
 import json
 import logging
+import os
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from acmoe.cli import main
+from acmoe.cli.streams import plain_output
 from acmoe.recipes import recipes
 from command_call import call
 
@@ -258,6 +262,46 @@ def test_a_terminal_without_unicode_gets_question_marks(monkeypatch, errors):
         main(["data", "list"])
     assert stop.value.code == 0
     assert b"?" in raw.getvalue() and b"+----" in raw.getvalue()
+
+
+@pytest.fixture
+def closed_pipe():
+    """A text file at the writing end of a pipe whose reader has left."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", encoding="utf-8") as file:
+        yield file
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["data", "list"], ["--help"]])
+def test_a_reader_that_leaves_ends_a_command_without_a_word(
+    capsys, monkeypatch, closed_pipe, arguments
+):
+    monkeypatch.setattr(sys, "stdout", closed_pipe)
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert (stop.value.code, capsys.readouterr().err) == (0, "")
+
+
+def test_a_command_goes_on_where_nobody_reads_its_progress(monkeypatch, closed_pipe):
+    monkeypatch.setattr(sys, "stderr", closed_pipe)
+    console = Console(stderr=True)
+    with plain_output():
+        console.print("10 of 20")
+        console.print("20 of 20")
+
+
+def test_a_warning_of_a_command_is_one_line(capsys, monkeypatch):
+    def warn(arguments):
+        warning = UserWarning("another text;\n  figures are of that one")
+        print(warnings.formatwarning(warning, UserWarning, "run.py", 7), end="")
+        return 0
+
+    monkeypatch.setattr("acmoe.cli._run", warn)
+    expected = "acmoe: warning: another text; figures are of that one\n"
+    assert call(capsys, "evaluate") == (0, expected, "")
+    monkeypatch.setenv("LOCAL_RANK", "1")  # a process of torchrun, whose first process speaks
+    assert call(capsys, "evaluate") == (0, "", "")
 
 
 class FullDisk(io.StringIO):

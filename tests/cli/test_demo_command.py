@@ -12,6 +12,8 @@ from acmoe.cli import demo
 from acmoe.cli.arguments.parse import parse
 from acmoe.cli.commands import COMMANDS
 from acmoe.cli.demo import Demo, may_open_browser, next_commands
+from acmoe.config.text.train import RunConfig
+from acmoe.recipes import recipe
 from acmoe.train.side_by_side.compare import Comparison, Curve, Row
 
 
@@ -68,6 +70,13 @@ def test_the_next_commands_are_found_by_a_shell_and_known_to_the_parser(
         assert [first for first, *_ in words] == [name] * 3
         for _, *rest in words:
             parse(COMMANDS, rest)
+
+
+def test_the_next_commands_quote_a_folder_and_name_the_steps_of_the_recipe() -> None:
+    (generate, analyze, train), purposes = zip(*next_commands(Path("my runs")).items(), strict=True)
+    assert "my runs/acmoe" in shlex.split(generate) and "my runs/acmoe" in shlex.split(analyze)
+    config = recipe(shlex.split(train)[-1])
+    assert isinstance(config, RunConfig) and f"{config.steps:,} steps" in purposes[-1]
 
 
 def test_with_json_the_figure_is_drawn_too(

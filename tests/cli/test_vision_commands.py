@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from acmoe.cli.run_options import capacity_option
+from acmoe.errors import UserError
 from acmoe.evaluate.images.attack_journal import AttackJournal
 from command import acmoe
 from slow_cases import mostly_slow
@@ -87,6 +89,8 @@ def test_evaluate_gives_accuracy_in_every_statistics_mode_asked_for(
     assert found(capsys, "evaluate", vision_run, "--capacity", "model")["capacity"] == 1.25
     with pytest.warns(FutureWarning, match="--dropless is now --capacity none, the default"):
         assert found(capsys, "evaluate", vision_run, "--dropless")["capacity"] is None
+    with pytest.raises(UserError, match=r"--dropless beside --capacity 1\.25: it means"):
+        capacity_option("1.25", dropless=True)
 
 
 def test_evaluate_of_a_language_run_is_as_before(

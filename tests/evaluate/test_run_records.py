@@ -1,6 +1,7 @@
 """The records of starts and scores in a run's folder."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,16 @@ def test_evaluate_leaves_its_score_in_the_folder(
     printed = json.loads(capsys.readouterr().out)
     (score,) = read_run(run, "run").tested
     assert (score.value, score.step) == (printed["figures"][0]["value"], 2)
+    (run / score.source).unlink()
+
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", encoding="utf-8") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)  # as in `acmoe evaluate RUN | head -1`
+        with pytest.raises(SystemExit):
+            main(command)
+    (again,) = read_run(run, "run").tested
+    assert again.value == score.value
 
     def full(path: Path, text: str) -> None:
         raise acmoe.UserError(f"cannot write {path}: No space left on device")

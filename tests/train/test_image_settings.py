@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from acmoe.config.images.train import SwinRunConfig, override_vision_run
 from acmoe.config.serialize import from_document, to_document
@@ -72,6 +73,21 @@ def test_a_mistake_is_found_before_the_folder_is_begun(
 ) -> None:
     with pytest.raises(UserError, match=message):
         train_images(tiny_vision_run(pair), tmp_path / "run", console=QUIET)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_broken_validation_image_is_named_before_the_first_step(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for label in range(10):
+            (tmp_path / split / str(label)).mkdir(parents=True)
+            for number in range(2):
+                image = Image.fromarray(np.full((8, 8, 3), 20 * label + number, np.uint8))
+                image.save(tmp_path / split / str(label) / f"{number}.png")
+    cut = tmp_path / "val" / "7" / "1.png"
+    cut.write_bytes(cut.read_bytes()[:50])  # a whole header, and no end
+    place = ("data.name=folder", f"data.source={tmp_path}", "data.resize=8", "eval_images=none")
+    with pytest.raises(UserError, match=r"val/7/1\.png is no readable image"):
+        train_images(tiny_vision_run(*place), tmp_path / "run", console=QUIET)
     assert not (tmp_path / "run").exists()
 
 

@@ -16,6 +16,7 @@ import torch
 import acmoe
 from acmoe.cli.arguments.parse import parse
 from acmoe.cli.commands import COMMANDS
+from acmoe.cli.streams import drop_output, plain_output
 from acmoe.errors import UserError, check, typed_line
 from acmoe.starting import raise_on_interrupt
 
@@ -29,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     _open_output()
     try:
         raise_on_interrupt()
-        status = _run(arguments)
-        sys.stdout.flush()
+        with plain_output():
+            status = _run(arguments)
+            sys.stdout.flush()
     except UserError as mistake:
         _let_first_speak(mistake)
         print(f"acmoe: {mistake}", file=sys.stderr)
@@ -39,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         print(f"acmoe: interrupted{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
         status = 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader of the pipe (head, less) has closed it. Send the rest to /dev/null, so that the
-        # flush at interpreter exit does not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of the pipe (head, less) has closed it. The rest is dropped, so that the flush
+        # at interpreter exit does not fail again.
+        drop_output(sys.stdout.fileno())
         status = 0
     except OSError as error:  # a disk or a network, not a mistake in the arguments
         where = f"{error.filename}: " if error.filename else ""

@@ -1,6 +1,7 @@
 """`acmoe demo`: train a plain and an adaptive model side by side, on Python's standard library."""
 
 import os
+import shlex
 import shutil
 import sys
 import webbrowser
@@ -81,11 +82,11 @@ class Demo:
 
 def next_commands(folder: Path) -> dict[str, str]:
     """Return commands to try after the demo, padded to one width, and the purpose of each."""
-    program = program_name()
+    program, run = program_name(), shlex.quote(str(folder / "acmoe"))
     commands = {
-        f'{program} generate {folder}/acmoe --prompt "def "': "let the model write Python",
-        f"{program} analyze {folder}/acmoe": "see what its routers do, layer by layer",
-        f"{program} train switch-nano-acmoe": "train for ten times as many steps",
+        f'{program} generate {run} --prompt "def "': "let the model write Python",
+        f"{program} analyze {run}": "see what its routers do, layer by layer",
+        f"{program} train switch-nano-acmoe": "train that model for 2,000 steps",
     }
     width = max(map(len, commands))
     return {command.ljust(width): purpose for command, purpose in commands.items()}

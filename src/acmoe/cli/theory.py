@@ -27,16 +27,21 @@ class Theory:
             self._check_figures(self.figures)
         with progress_bars(Console(stderr=True)) as progress:
             checks = run_checks(seed=self.seed, progress=progress)
-        if self.json:
-            print(to_json(checks))
-        else:
-            Console().print(render(checks))
+        try:
+            if self.json:
+                print(to_json(checks))
+            else:
+                Console().print(render(checks))
+        finally:  # also where the reader of a pipe, such as head, has left
+            self._draw()
+        return 0 if all_confirmed(checks) else 1
+
+    def _draw(self) -> None:
         if self.figures is not None:
             from acmoe.lab.theory.plots import save_theory_figures
 
             for path in save_theory_figures(self.figures, seed=self.seed):
                 print(f"wrote {path}", file=sys.stderr)
-        return 0 if all_confirmed(checks) else 1
 
     def _check_figures(self, folder: Path) -> None:
         """Raise a UserError, before any check is computed, if no figure can be drawn or written."""

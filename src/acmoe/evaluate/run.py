@@ -138,12 +138,15 @@ class ImageRun(RunFolder):
             folder = folder / EMA
         return cast(ImageClassifier, _load(folder, self.config, device))
 
-    def images(self) -> ImageSplits:
-        """Open the images of the run's config; see `check_images` for what it checks."""
+    def images(self, *, warn: bool = True) -> ImageSplits:
+        """Open the images of the run's config; see `check_images` for what it checks.
+
+        `warn` is that of `load_images`.
+        """
         data = self.config.data
         if data.source is not None and data.name in ("folder", "arrays"):
             check_present(self.folder, Path(data.source))
-        images = load_images(data)
+        images = load_images(data, warn=warn)
         check_images(self.folder, images, last_state(self.folder))
         return images
 

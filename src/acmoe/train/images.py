@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from acmoe.config.images.data import ImageEvaluateConfig
 from acmoe.config.images.train import VisionRunConfig
 from acmoe.data.images.augment import Augment
-from acmoe.data.images.batches import ImageBatch, TrainingImages
+from acmoe.data.images.batches import EvaluationImages, ImageBatch, TrainingImages
 from acmoe.data.images.on_device import DeviceImages, training_images
+from acmoe.data.images.probe import probe_images
 from acmoe.data.images.splits import ImageSplits
 from acmoe.data.sharding import rank_rows
 from acmoe.data.transfer import to_device
@@ -230,3 +231,11 @@ def check_images(config: VisionRunConfig, images: ImageSplits) -> None:
         f"eval_images={config.eval_images} exceeds the {len(images.valid):,} validation images; "
         "lower it",
     )
+
+
+def probe_validation(config: VisionRunConfig, images: ImageSplits) -> None:
+    """Raise a UserError for a validation image that cannot be read, before any step is trained."""
+    scored = EvaluationImages(
+        images.valid, config.data, batch=config.eval_batch, limit=config.eval_images
+    )
+    probe_images(images.valid, scored.indices, threads=config.data.threads)

@@ -19,7 +19,7 @@ from acmoe.evaluate.starts import record_start
 from acmoe.runtime import seeded
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.display import Display
-from acmoe.train.images import ImageTrainer, check_images
+from acmoe.train.images import ImageTrainer, check_images, probe_validation
 from acmoe.train.loop import TrainLoop
 from acmoe.train.run_folder import check_free, claim
 from acmoe.train.signals import StopSignals
@@ -116,8 +116,10 @@ def train_images(
         with ranks.first_before_others():
             if ranks.first:
                 check_free(folder, config)
-            images = load_images(config.data)
+            images = load_images(config.data, warn=ranks.first)
             check_images(config, images)
+            if ranks.first:
+                probe_validation(config, images)
         with (
             seeded(config.seed, device),
             StopSignals() as signals,

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from acmoe.config.images.data import ImageDataConfig
+from acmoe.data.images import probe
 from acmoe.data.images.folder import open_folder, open_splits
 from acmoe.data.images.load import load_images
 from acmoe.errors import UserError
@@ -66,6 +67,9 @@ def test_files_that_are_not_read_are_counted(
     assert len(open_folder(tmp_path / "train")) == 4
     (said,) = caplog.messages
     assert "train: 3 files are not read, such as " in said and "a/photo.heic; images lie" in said
+    tree(tmp_path, "val", ["a"])
+    load_images(ImageDataConfig(name="folder", source=str(tmp_path), size=8), warn=False)
+    assert caplog.messages == [said]
 
 
 def test_a_config_gives_three_splits_of_a_tree(tmp_path: Path) -> None:
@@ -142,6 +146,22 @@ def test_a_broken_file_is_named_when_it_is_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train/a/0\.PNG is no readable image"):
         images.pixels(0)
     assert images.pixels(1).shape == (10, 12, 3)
+
+
+def test_beyond_a_thousand_images_the_header_of_a_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "DECODED", 1)
+    tree(tmp_path, "train", ["a"], each=3)
+    last = tmp_path / "train" / "a" / "2.PNG"
+    last.write_bytes(last.read_bytes()[:50])  # cut off: only decoding would find it
+    images = open_folder(tmp_path / "train").subset(np.array([0, 1, 2]))
+    probe.probe_images(images, np.arange(3), threads=2)
+    with pytest.raises(UserError, match=r"a/2\.PNG is no readable image"):
+        probe.probe_images(images, np.array([2, 0, 1]), threads=2)
+    last.write_bytes(b"")
+    with pytest.raises(UserError, match=r"a/2\.PNG is no readable image"):
+        probe.probe_images(images, np.arange(3), threads=2)
 
 
 def test_a_link_to_nothing_is_named_when_it_is_read(tmp_path: Path) -> None:

@@ -39,13 +39,15 @@ def show(report: "Report", *, json: bool, save: bool) -> int:
     from acmoe.lab.bench.harness import results
     from acmoe.lab.bench.harness.table import absences
 
-    if json:
-        print(report.to_json())
-    else:
-        console = Console()
-        for table in terminal_tables(report, console.width):
-            console.print(table)
-        print(*absences(report), sep="\n")
-    if save:
-        print(f"wrote {results.save(report)}", file=sys.stderr)
+    try:
+        if json:
+            print(report.to_json())
+        else:
+            console = Console()
+            for table in terminal_tables(report, console.width):
+                console.print(table)
+            print(*absences(report), sep="\n")
+    finally:  # also where the reader of a pipe, such as head, has left
+        if save:
+            print(f"wrote {results.save(report)}", file=sys.stderr)
     return 0

@@ -90,19 +90,17 @@ class Evaluate:
                 self._print(report, lambda: _show(report), ranks)
         return 0
 
-    def _save(self, document: dict[str, Any]) -> None:
+    def _save(self, document: dict[str, Any]) -> Path | None:
         """Leave the score in the run's folder; where that cannot be written, say so."""
         from acmoe.errors import UserError
         from acmoe.evaluate.saved import save_evaluation
 
-        console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
         try:
-            path = save_evaluation(self.folder, document)
+            return save_evaluation(self.folder, document)
         except UserError as error:
+            console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
             console.print(f"`acmoe report` will not show this score: {error}")
-            return
-        if not self.json:
-            print(f"wrote {path}, which `acmoe report` shows")
+            return None
 
     def _print(
         self, report: "LanguageReport | RunReport", show: Callable[[], None], ranks: "Ranks"
@@ -110,11 +108,13 @@ class Evaluate:
         if not ranks.first:  # every process has the same report
             return
         document = report.to_json()
+        path = self._save(document)  # before it is printed: a reader such as head may have left
         if self.json:
             print(json_text(document))
-        else:
-            show()
-        self._save(document)
+            return
+        show()
+        if path is not None:
+            print(f"wrote {path}, which `acmoe report` shows")
 
     def _images(self, ranks: "Ranks", device: str) -> "RunReport":
         from acmoe.config.images.data import ImageEvaluateConfig, parse_capacity

@@ -72,6 +72,10 @@ def capacity_option(capacity: str | None, dropless: bool) -> str | None:
     """Return the text of --capacity, or `none` where --dropless is given in its place."""
     if not dropless:
         return capacity
+    check(
+        capacity in (None, "none"),
+        f"--dropless beside --capacity {capacity}: it means --capacity none; leave one of them out",
+    )
     warnings.warn("--dropless is now --capacity none, the default", FutureWarning, stacklevel=2)
     return "none"
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from acmoe.data.images.pixels import Pixels, decode
+from acmoe.data.images.pixels import Pixels, check_header, decode
 from acmoe.data.images.splits import ImageSet
 from acmoe.errors import UserError, check
 
@@ -25,18 +25,25 @@ class FolderImages(ImageSet):
     def pixels(self, index: int) -> Pixels:
         return decode(self.files[index], self.where(index))
 
+    def probe(self, index: int) -> None:
+        check_header(self.files[index], self.where(index))
+
     def where(self, index: int) -> str:
         return self.files[index]
 
 
 def open_folder(
-    folder: Path | str, *, classes: Sequence[str] | None = None, title: str = ""
+    folder: Path | str,
+    *,
+    classes: Sequence[str] | None = None,
+    title: str = "",
+    warn: bool = True,
 ) -> FolderImages:
     """List the images of a folder of class folders, and of the folders within these.
 
-    A warning counts the files that are no images. The classes are the sorted names of the class
-    folders. If `classes` is given, it defines the classes instead, and every class folder must be
-    named after one of them.
+    With `warn`, a warning counts the files that are no images. The classes are the sorted names of
+    the class folders. If `classes` is given, it defines the classes instead, and every class folder
+    must be named after one of them.
     """
     folder = Path(folder)
     names, others = _class_folders(folder)
@@ -52,12 +59,13 @@ def open_folder(
         of_class = _image_files(folder / name, others)
         files += of_class
         labels += [numbers[name]] * len(of_class)
-    _say_left_out(folder, others)
+    if warn:
+        _say_left_out(folder, others)
     return FolderImages(title or folder.name, classes or names, files, labels)
 
 
-def open_splits(root: Path | str) -> dict[str, FolderImages]:
-    """Open the splits of a data set in folders; `train` is required."""
+def open_splits(root: Path | str, *, warn: bool = True) -> dict[str, FolderImages]:
+    """Open the splits of a data set in folders; `train` is required. `open_folder` has `warn`."""
     root = Path(root)
     fix = "put train/CLASS/ and val/CLASS/ there, or set data.source to a folder that has them"
     check(root.is_dir(), f"{root} is no folder; {fix}")
@@ -65,11 +73,12 @@ def open_splits(root: Path | str) -> dict[str, FolderImages]:
     train = found.pop("train")
     if train is None:
         raise UserError(f"{root} has no folder train; {fix}")
-    splits = {"train": open_folder(train, title=root.name)}
+    splits = {"train": open_folder(train, title=root.name, warn=warn)}
     for split, folder in found.items():
         # ImageNet's test images have no class folders and no labels: they cannot be scored.
         if folder is not None and (split != "test" or _has_classes(folder)):
-            splits[split] = open_folder(folder, classes=splits["train"].classes, title=root.name)
+            classes = splits["train"].classes
+            splits[split] = open_folder(folder, classes=classes, title=root.name, warn=warn)
     return splits
 
 

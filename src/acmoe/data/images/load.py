@@ -8,14 +8,17 @@ from acmoe.data.images.hub import open_hub_splits
 from acmoe.data.images.splits import ImageSet, ImageSplits, make_splits
 
 
-def load_images(config: ImageDataConfig) -> ImageSplits:
-    """Open the training, validation and test images. Image files are listed, not yet read."""
+def load_images(config: ImageDataConfig, *, warn: bool = True) -> ImageSplits:
+    """Open the training, validation and test images. Image files are listed, not yet read.
+
+    With `warn`, a warning counts the files in a folder that are no images.
+    """
     if config.name == "digits":
         return load_digit_splits(size=config.size, seed=config.seed)
     assert config.source is not None
     found: dict[str, ImageSet]
     if config.name == "folder":
-        found = {**open_splits(config.source)}
+        found = {**open_splits(config.source, warn=warn)}
     elif config.name == "arrays":
         found = open_array_splits(config.source)
     else:

@@ -6,6 +6,8 @@ H rows, W columns. Unreadable images raise a `UserError` that names the image.
 import io
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +38,24 @@ def pillow() -> Any:
 
 def decode(file: bytes | str | Path, where: str) -> Pixels:
     """Decode an image file to RGB; `where` names the image in errors."""
+    with _opened(file, where) as image:
+        image.load()
+        return to_rgb(image, where)
+
+
+def check_header(file: bytes | str | Path, where: str) -> None:
+    """Raise a UserError if a file is missing or does not begin as an image; decode nothing."""
+    with _opened(file, where):
+        pass
+
+
+@contextmanager
+def _opened(file: bytes | str | Path, where: str) -> "Iterator[Image]":
+    """Open an image file; what fails inside `with` becomes a UserError that names the image."""
     module = pillow()
     try:
         with module.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
-            image.load()
-            return to_rgb(image, where)
+            yield image
     except UserError:
         raise
     except FileNotFoundError as error:

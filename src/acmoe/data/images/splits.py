@@ -28,6 +28,9 @@ class ImageSet:
         """Return image `index` as RGB (H, W, 3). Must be thread-safe."""
         raise NotImplementedError(f"{type(self).__name__} must define pixels")
 
+    def probe(self, index: int) -> None:
+        """Raise a UserError if image `index` is found to be unreadable at little cost."""
+
     def where(self, index: int) -> str:
         """Name an image for messages."""
         raise NotImplementedError(f"{type(self).__name__} must define where")
@@ -46,6 +49,9 @@ class Subset(ImageSet):
 
     def pixels(self, index: int) -> Pixels:
         return self.whole.pixels(int(self.indices[index]))
+
+    def probe(self, index: int) -> None:
+        self.whole.probe(int(self.indices[index]))
 
     def where(self, index: int) -> str:
         return self.whole.where(int(self.indices[index]))

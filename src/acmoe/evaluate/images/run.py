@@ -60,7 +60,7 @@ def evaluate_image_run(
 
     With several `ranks` each process scores its share of the batches.
     """
-    images = run.images()[config.split]
+    images = run.images(warn=ranks.first)[config.split]
     config = replace(config, precision=run.config.precision)
     model = run.model(which, ema=ema)
     with measuring_alone(model):
