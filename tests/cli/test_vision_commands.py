@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from acmoe.cli.run_options import capacity_option
+from acmoe.cli.run.options import capacity_option
 from acmoe.errors import UserError
 from acmoe.evaluate.images.attack_journal import AttackJournal
 from command import acmoe
