@@ -289,6 +289,8 @@ def test_a_command_goes_on_where_nobody_reads_its_progress(monkeypatch, closed_p
     with plain_output():
         console.print("10 of 20")
         console.print("20 of 20")
+        print("wrote a file", file=sys.stderr, flush=True)
+    assert sys.stderr is closed_pipe
 
 
 def test_a_warning_of_a_command_is_one_line(capsys, monkeypatch):
@@ -300,7 +302,10 @@ def test_a_warning_of_a_command_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr("acmoe.cli._run", warn)
     expected = "acmoe: warning: another text; figures are of that one\n"
     assert call(capsys, "evaluate") == (0, expected, "")
-    monkeypatch.setenv("LOCAL_RANK", "1")  # a process of torchrun, whose first process speaks
+    monkeypatch.setenv("LOCAL_RANK", "1")  # alone, it says nothing of torchrun
+    assert call(capsys, "evaluate") == (0, expected, "")
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "2")  # now the first process speaks
     assert call(capsys, "evaluate") == (0, "", "")
 
 

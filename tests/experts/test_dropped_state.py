@@ -84,6 +84,19 @@ def test_one_layer_alone_is_told_and_may_be_the_first_stage_of_a_pipeline(
     assert ("first stage of a pipeline" in line) == mentions
 
 
+def test_an_export_is_no_call_and_steps_of_other_routers_count_for_nothing(logged: Any) -> None:
+    x = torch.randn(5, 6)
+    torch.export.export(pair("moe")[0].train(), (x,), strict=False)
+    assert (counted_states.Calls.without, counted_states.Calls.traced) == (0, 0)
+    counted_states.Calls.traced = 1
+    metric = MoE(**SIZES, hidden=4, top_k=2, router="metric")
+    optimizer = torch.optim.SGD(metric.parameters(), lr=0.1)
+    for _ in range(8):
+        metric(x)[0].sum().backward()
+        optimizer.step()
+    assert logged.messages == [] and counted_states.Calls.without == 0
+
+
 def test_plain_layers_and_evaluations_say_nothing(logged: Any) -> None:
     plain, adaptive = MoE(**SIZES, hidden=4, top_k=2), pair("moe")[0].eval()
     for _ in range(8):

@@ -171,6 +171,24 @@ def test_a_reentrant_checkpoint_of_two_tensors_must_use_the_auxiliary_loss(uses)
             loss.backward()
 
 
+def test_a_reentrant_checkpoint_may_hold_another_that_is_not():
+    block = stack(1, router=ROUTERS["batch-previous"])[0]
+    x = torch.randn(2, 6, DIM).requires_grad_()
+
+    def inner(y, *state):
+        y, after = block(y, RoutingState(*state))
+        return y, after.aux_loss[None]
+
+    def outer(*arguments):
+        return checkpoint(inner, *arguments, use_reentrant=False)
+
+    y, loss = inner(x, *begin([block], x))
+    (wanted,) = torch.autograd.grad(y.square().mean() + loss.sum(), x)
+    y, loss = checkpoint(outer, x, *begin([block], x), use_reentrant=True)
+    (y.square().mean() + loss.sum()).backward()
+    assert torch.equal(x.grad, wanted)
+
+
 def test_a_reentrant_checkpoint_without_auxiliary_loss_may_hold_the_state_inside():
     moe = MoE(dim=DIM, hidden=8, num_experts=4, top_k=2, losses=LossConfig(balance=0.0))
     x = torch.randn(12, DIM).requires_grad_()

@@ -16,12 +16,11 @@ import torch
 import acmoe
 from acmoe.cli.arguments.parse import parse
 from acmoe.cli.commands import COMMANDS
-from acmoe.cli.streams import drop_output, plain_output
+from acmoe.cli.streams import drop_output, is_first_of_machine, plain_output
 from acmoe.errors import UserError, check, typed_line
 from acmoe.starting import raise_on_interrupt
 
 SEVERAL = {"train", "evaluate", "doctor"}  # commands that torchrun may start
-LAUNCHER_SETS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # in the environment
 TO_SPEAK = 10.0  # seconds that the first process of a machine has to report a mistake
 
 
@@ -112,9 +111,6 @@ def _let_first_speak(error: Exception) -> None:
     Before they have joined, the first process of each machine speaks, and torchrun then ends the
     others. One that exits earlier, without a word, would have that first one ended before it
     speaks. After they have joined, the one that failed first speaks (distributed/failure.py).
-
-    A LOCAL_RANK alone, left in the environment by something else, makes no process one of several.
     """
-    launched = all(os.environ.get(name) for name in LAUNCHER_SETS)
-    if launched and not hasattr(error, "reported") and os.environ.get("LOCAL_RANK", "0") != "0":
+    if not hasattr(error, "reported") and not is_first_of_machine():
         time.sleep(TO_SPEAK)

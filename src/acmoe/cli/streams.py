@@ -5,20 +5,56 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, TextIO, cast
 
 from rich.console import Console
+
+_LAUNCHER_SETS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # in the environment
+
+
+def is_first_of_machine() -> bool:
+    """Return True in the first process of each machine that torchrun starts, and without torchrun.
+
+    A LOCAL_RANK alone, left in the environment by something else, makes no process one of several.
+    """
+    launched = all(os.environ.get(name) for name in _LAUNCHER_SETS)
+    return not launched or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextmanager
 def plain_output() -> Iterator[None]:
     """Inside `with`, a warning is one line, and a closed pipe ends or silences a command."""
-    before = Console.on_broken_pipe, warnings.formatwarning
+    before = Console.on_broken_pipe, warnings.formatwarning, sys.stderr
     Console.on_broken_pipe = _on_broken_pipe  # type: ignore[method-assign]
     warnings.formatwarning = _one_line
+    sys.stderr = cast(TextIO, _Notes(sys.stderr))
     try:
         yield
     finally:
-        Console.on_broken_pipe, warnings.formatwarning = before  # type: ignore[method-assign]
+        Console.on_broken_pipe, warnings.formatwarning, sys.stderr = before  # type: ignore[method-assign]
+
+
+class _Notes:
+    """Standard error, which has only progress and notes: without a reader, the rest is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            drop_output(self._stream.fileno())
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            drop_output(self._stream.fileno())
 
 
 def drop_output(descriptor: int) -> None:
@@ -29,14 +65,8 @@ def drop_output(descriptor: int) -> None:
 
 
 def _on_broken_pipe(self: Console) -> None:
-    """Raise if standard output has no reader; rich itself would end the process with 1.
-
-    Standard error has only progress and notes: the command goes on without them, and no work is
-    lost.
-    """
-    if not self.stderr:
-        raise BrokenPipeError
-    drop_output(sys.stderr.fileno())
+    """Raise: standard output has no reader. rich itself would end the process with 1."""
+    raise BrokenPipeError
 
 
 def _one_line(
@@ -46,5 +76,5 @@ def _one_line(
 
     Of the processes that torchrun starts, the first of each machine prints it.
     """
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    return f"acmoe: warning: {' '.join(str(message).split())}\n" if first else ""
+    line_of = f"acmoe: warning: {' '.join(str(message).split())}\n"
+    return line_of if is_first_of_machine() else ""

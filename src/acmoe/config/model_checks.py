@@ -28,7 +28,7 @@ def check_capacity(factor: object, name: str = "capacity_factor") -> None:
     number = isinstance(factor, Real) and not isinstance(factor, bool)
     check(
         factor is None or (number and factor > 0),  # type: ignore[operator]
-        f"{name}={factor!r}; it must be positive, or None for dropless",
+        f"{name}={factor!r}; it must be a positive number, or None for dropless",
     )
 
 

@@ -14,12 +14,14 @@ from types import FrameType
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import _engine_run_backward
 from torch.utils.checkpoint import CheckpointFunction
 
 from acmoe.errors import UserError
 from acmoe.ops.statistics.pending import replaying
 
 _REPEATS = CheckpointFunction.backward.__code__
+_RUNS = _engine_run_backward.__code__
 _DROPPED = (
     "use_reentrant=True drops the gradient of state.aux_loss, because only tensors leave "
     "such a checkpoint with a gradient and the state is a tuple of them; use "
@@ -36,9 +38,11 @@ def check_reentrant(aux_loss: Tensor) -> None:
     if torch.compiler.is_compiling() or not replaying() or not aux_loss.requires_grad:
         return
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not _REPEATS:
+    while frame is not None and frame.f_code not in (_REPEATS, _RUNS):
         frame = frame.f_back
-    if frame is None:
+    # A backward that runs inside the checkpoint's own has come to a checkpoint of another kind,
+    # which repeats this forward for saved tensors and throws its loss away.
+    if frame is None or frame.f_code is _RUNS:
         return
     gradients = frame.f_locals.get("args", ())
     outputs = [one for one in gradients if isinstance(one, Tensor)]

@@ -4,7 +4,7 @@
 base router. A warning says so after PATIENCE calls without a single state.
 
 Compiled code runs no counter: torch.compile counts a call once, while it traces it. Every step of
-an optimizer that trains layers with statistics then counts as one more call of what was traced.
+an optimizer that trains adaptive layers then counts as one more call of what was traced.
 """
 
 import logging

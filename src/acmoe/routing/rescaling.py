@@ -74,5 +74,6 @@ class RescalingRouter(Router):
 
 def count_state(router: Router, state: RoutingState | None) -> None:
     """Count a training call of an adaptive layer; a warning says if calls never get a state."""
-    if router.training and isinstance(router, RescalingRouter):
+    exporting = torch.compiler.is_exporting()  # a call of the exporter's, not of a training
+    if router.training and isinstance(router, RescalingRouter) and not exporting:
         count_call(state is not None, torch.compiler.is_compiling())

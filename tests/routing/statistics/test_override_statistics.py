@@ -45,6 +45,8 @@ def test_override_decides_which_statistics_are_used():
         batch = moe(x, state)[1].scale
     with override_statistics(moe, eval_statistics="batch", measure="std"):
         std = moe(x, state)[1].scale
+        saved = moe.state_dict()
+    filled_layer().load_state_dict(saved)  # the averages keep the name of their measure
     assert not torch.equal(running, batch) and not torch.equal(batch, std)
     assert torch.equal(moe(x, state)[1].scale, running)
 
@@ -56,6 +58,10 @@ def test_override_decides_which_statistics_are_used():
         ({"statistics_of": "current"}, r"previous one; build it with statistics_of=.current."),
         ({"measure": "mode"}, r"measure='mode' is unknown"),
         ({"measure": "std"}, r"measure='std' cannot be read from running averages.*as 'mad'"),
+        (
+            {"measure": "std", "eval_statistics": "batch"},
+            r"measure='std' in training mode would enter running averages of 'mad'",
+        ),
         ({"mix": 2}, r"mix=2 cannot be overridden; base, mix, scale_experts are fixed"),
         ({"scale_experts": True}, r"scale_experts=True cannot be overridden"),
         ({"base": SMoEConfig(bias=True)}, r"base=.* cannot be overridden"),

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from acmoe import AdaptiveConfig, MoE, build_router
 from acmoe.routing.state import Routing
-from acmoe.routing.statistics import registry
+from acmoe.routing.statistics import registry, step_hook
 
 # An optimizer moves the statistics of the layers it trains.
 
@@ -181,6 +181,26 @@ def test_a_parameter_group_added_later_takes_its_layer_along() -> None:
     optimizer.step()
     assert moved(two) > 0
     assert other.param_groups
+
+
+def test_groups_that_take_turns_are_looked_up_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A step for each group is how some optimizers of many processes are called.
+    one, two = layer(0), layer(1)
+    optimizer = torch.optim.SGD([{"params": list(moe.parameters())} for moe in (one, two)], lr=0.1)
+    groups = optimizer.param_groups
+    found: list[int] = []
+    find = step_hook._find
+    monkeypatch.setattr(step_hook, "_find", lambda of: (found.append(1), find(of))[1])
+    for step in range(6):
+        for moe in (one, two):
+            loss_of(moe, tokens(step)).backward()
+        for group in groups:
+            optimizer.param_groups = [group]
+            optimizer.step()
+        if step == 1:
+            found.clear()
+    assert found == []
+    assert moved(one) > 0 and moved(two) > 0
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda moe: pickle.loads(pickle.dumps(moe))])

@@ -30,9 +30,10 @@ LONG = Study(
     question="Does adaptive clustering help the paper's EnWik-8 model in runs of 246 million "
     "tokens and more, and does the plain router diverge at a constant rate?",
     note="The recipe switch-enwik8 on enwiki15 bytes: batch statistics, one forward pass per "
-    "update, bf16, 24,576 tokens an update, no clipping. The rate falls as a cosine from 7e-4 to "
-    "7e-5, except in `constant`: 7e-4 after a quarter of the updates, no balance loss. The paper's "
-    "runs have 1.97 billion tokens. A run has diverged where its last validation loss is 0.3 nats "
+    "update, bf16, 24,576 tokens an update, no clipping. The rate falls as a cosine from 7e-4, or "
+    "the rate in a setting's name, to a tenth of it, except in `constant`: 7e-4 after a "
+    "quarter of the updates, no balance loss. The paper's runs have 1.97 billion tokens. A run has "
+    "diverged where its last validation loss is 0.3 nats "
     "above its best, or a loss is not finite; the latter have no test figures. `distance` "
     "chooses the nearest expert in M (docs/theory.md) and is run with balance 0.01 only. `fade` is "
     "adaptive-previous with M to a power that falls from 1 to 0 in the first half of the updates: "
@@ -72,7 +73,8 @@ LONG_WORDS = Study(
     question="Does it help the paper's models of words in runs of 123 million tokens?",
     note="The recipes on enwiki15 words with the 50,000 most frequent words: batch statistics, one "
     "forward pass per update, bf16, 24,576 tokens an update, a rate that falls as a cosine from "
-    "7e-4 to 7e-5. The paper's runs have 983 million tokens (Switch-small).",
+    "7e-4, or the rate in a setting's name, to a tenth of it. The paper's runs have 983 "
+    "million tokens (Switch-small).",
     grid=long_words_study,
     seeds=4,
     declared_pairs=4,

@@ -38,6 +38,7 @@ class RunningAverage(StepStatistics):
     def __init__(self, config: AdaptiveConfig, *, num_clusters: int, dim: int) -> None:
         super().__init__()
         self.config = config
+        self.measure = config.measure  # of the averages; an override changes that of the config
         self.num_clusters = num_clusters
         self.dim = dim
         self.register_buffer("dispersion", torch.zeros(num_clusters, dim))
@@ -56,6 +57,7 @@ class RunningAverage(StepStatistics):
         Its tensors count their versions from the start, up to those of the original.
         """
         super().__setstate__(state)
+        self.__dict__.setdefault("measure", self.config.measure)  # pickles of earlier versions
         self.scaled_from = None
         self.checked = ()
 
@@ -82,21 +84,21 @@ class RunningAverage(StepStatistics):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata = getattr(destination, "_metadata", {})
         if prefix[:-1] in metadata:
-            metadata[prefix[:-1]]["measure"] = self.config.measure
+            metadata[prefix[:-1]]["measure"] = self.measure
         self.scaled_from = None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load the averages, unless they are dispersions of another measure.
 
-        Files of safetensors, and those of earlier versions, do not name the measure.
+        Plain dicts, files of safetensors and those of earlier versions do not name the measure.
         """
         metadata, errors = rest[0], rest[-1]
         saved, weight = metadata.get("measure"), state_dict.get(f"{prefix}weight")
-        differs = saved not in (None, self.config.measure)
+        differs = saved not in (None, self.measure)
         if weight is not None and differs and has_values(weight) and weight.any():
             errors.append(
                 f"{prefix}dispersion holds running averages of measure={saved!r}, and the layer "
-                f"has measure={self.config.measure!r}; build it with the same measure, or leave "
+                f"has measure={self.measure!r}; build it with the same measure, or leave "
                 "the keys that contain 'statistics' out and load with strict=False"
             )
             return

@@ -53,12 +53,17 @@ def override_statistics(model: nn.Module, **changes: Any) -> Iterator[None]:
                 f"statistics of the {changed.reads} layer in a model built "
                 f"for the {config.reads} one; build it with statistics_of={changed.reads!r}",
             )
-            modes = {changed.modes.evaluation, changed.modes.when(training=module.training)}
             check(
-                changed.measure == config.measure or modes.isdisjoint(("running", "prefix")),
+                changed.measure == config.measure
+                or changed.modes.evaluation not in ("running", "prefix"),
                 f"measure={changed.measure!r} cannot be read from running averages, which were "
                 f"measured as {config.measure!r}; change the statistics too, to 'batch' or "
                 "'sequence' (eval_statistics= for an evaluation)",
+            )
+            check(
+                changed.measure == config.measure or not module.training,
+                f"measure={changed.measure!r} in training mode would enter running averages of "
+                f"{config.measure!r}; call model.eval() before",
             )
             setattr(module, name, changed)
         yield

@@ -31,6 +31,7 @@ from torch._guards import active_fake_mode
 from torch.autograd import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from acmoe.config.routing import AdaptiveConfig
 from acmoe.ops.checks import has_values
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.statistics.over_ranks import is_distributed, world_size
@@ -58,14 +59,15 @@ class Trained(NamedTuple):
     """The statistics that an optimizer's steps update, inner modules first."""
 
     key: tuple[int, ...] = ()  # changes when the statistics must be looked up again
-    parameters: int | None = None  # the hash of the ids of the optimizer's parameters
     held: References = ()  # the optimizer holds a parameter of their layer
     unclaimed: References = ()  # no optimizer holds a parameter of their layer
     searched: bool = False  # True: optimizers that have not stepped yet were looked for, too
 
 
-# The optimizers that have stepped, and those without a step that a search has found.
-_trained: "weakref.WeakKeyDictionary[Optimizer, Trained]" = weakref.WeakKeyDictionary()
+# The optimizers that have stepped, and those without a step that a search has found. Each has what
+# it trains by the hash of its parameters: some loops step with one parameter group after the other.
+_trained: "weakref.WeakKeyDictionary[Optimizer, dict[int, Trained]]" = weakref.WeakKeyDictionary()
+MOST_HASHES = 64  # of an optimizer; one that has new parameters in every step forgets the others
 _hooks: list[Any] = []
 
 
@@ -99,7 +101,8 @@ def _autograd_is_compiled() -> bool:
 
 def _update(optimizer: Optimizer) -> None:
     trained = trained_by(optimizer)
-    if trained.held:
+    configs = [getattr(one, "config", None) for one in _alive(trained.held)]
+    if any(isinstance(config, AdaptiveConfig) for config in configs):
         count_step()
     update_all(_alive(trained.held))
     if active_fake_mode() is not None:  # a step that computes nothing leaves other layers alone
@@ -140,21 +143,25 @@ def trained_by(optimizer: Optimizer, *, search: bool = False) -> Trained:
     search: look among all objects of the process for optimizers that have not stepped yet.
     """
     with registry_lock:
+        by_parameters = _trained.setdefault(optimizer, {})
         parameters = _hash_of_parameters(optimizer)
-        if _trained.setdefault(optimizer, Trained()).parameters != parameters:
+        if parameters not in by_parameters:
+            if len(by_parameters) >= MOST_HASHES:
+                by_parameters.clear()
             look_again()  # it may hold parameters that no optimizer held until now
         if search:
             _add_without_step()
         key = (changes(), len(_trained))
-        if _trained[optimizer].key != key or search:
-            _trained[optimizer] = Trained(key, parameters, *_find(optimizer), search)
-        return _trained[optimizer]
+        trained = by_parameters.get(parameters)
+        if trained is None or trained.key != key or search:
+            trained = by_parameters[parameters] = Trained(key, *_find(optimizer), search)
+        return trained
 
 
 def _hash_of_parameters(optimizer: Optimizer) -> int:
     """Return a number that changes with the parameters that the optimizer holds.
 
-    It is computed in every step, in at most 0.2 us for each parameter; a step takes far longer.
+    It is computed in every step, in about 0.2 us for each parameter; a step takes far longer.
     """
     return hash(tuple([id(one) for group in optimizer.param_groups for one in group["params"]]))
 
@@ -168,7 +175,7 @@ def _add_without_step() -> None:
     unclaimed = _without(_ids(list(_trained)), owned)
     if any(p.requires_grad for one in unclaimed for p in owned[one]):
         for optimizer in instances_of(Optimizer):
-            _trained.setdefault(optimizer, Trained())
+            _trained.setdefault(optimizer, {})
 
 
 def _find(optimizer: Optimizer) -> tuple[References, References]:
