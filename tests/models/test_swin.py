@@ -187,7 +187,7 @@ def test_a_full_expert_passes_what_is_over_its_capacity(training: bool) -> None:
 
 def test_capacity_must_be_positive() -> None:
     model = trained()
-    refused = pytest.raises(UserError, match="factor=0; it must be positive, or None")
+    refused = pytest.raises(UserError, match="factor=0; it must be a positive number, or None")
     with refused, override_capacity(model, 0):
         raise AssertionError("the block must not be entered")
 
