@@ -4,7 +4,7 @@ import functools
 import gc
 import logging
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from acmoe.data.text import prepare, stdlib
+from acmoe.ops.native import library
 from chromium import chromium
 from cpu import settle_cpu
 
@@ -72,6 +73,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def without_native(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return a function after whose call no C kernel serves, until the test ends."""
+    return lambda: monkeypatch.setattr(library, "missing", lambda: "a test does without")
+
+
+@pytest.fixture
+def no_native(without_native: Callable[[], None]) -> None:
+    """Let no C kernel serve: the test is about the bits of other kernels."""
+    without_native()
+
+
+@pytest.fixture(scope="module")
+def no_native_here() -> Iterator[None]:
+    """Let no C kernel serve in any test of the module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "missing", lambda: "these tests do without")
+        yield
 
 
 @pytest.fixture

@@ -126,6 +126,7 @@ def with_tensors_alone(block, y, *state):
     return (y, *after)
 
 
+@pytest.mark.usefixtures("no_native")
 def test_reentrant_checkpoints_of_tensors_keep_the_gradient_of_the_auxiliary_loss():
     blocks = stack(3, router=ROUTERS["batch-previous"])
     other = copy.deepcopy(blocks)
@@ -171,6 +172,7 @@ def test_a_reentrant_checkpoint_of_two_tensors_must_use_the_auxiliary_loss(uses)
             loss.backward()
 
 
+@pytest.mark.usefixtures("no_native")
 def test_a_reentrant_checkpoint_may_hold_another_that_is_not():
     block = stack(1, router=ROUTERS["batch-previous"])[0]
     x = torch.randn(2, 6, DIM).requires_grad_()

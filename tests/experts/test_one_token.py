@@ -17,6 +17,7 @@ from acmoe.ops.dispatch import record_choices, use_backend
 from acmoe.ops.experts import ExpertWeights, cpu, expert_mlp
 from acmoe.ops.sort import Rows, sort_rows
 
+pytestmark = pytest.mark.usefixtures("no_native_here")
 Call = tuple[Tensor, ExpertWeights, Rows, Tensor]
 SWIGLU: dict[str, Any] = {"activation": "swiglu", "complete": True}
 

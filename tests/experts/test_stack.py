@@ -97,6 +97,7 @@ def test_other_arguments_go_to_the_blocks():
     assert torch.equal(y, wanted[0])
 
 
+@pytest.mark.usefixtures("no_native")
 @pytest.mark.parametrize("router", [PAPER, AdaptiveConfig(), RandomConfig()], ids=lambda c: c.name)
 def test_two_checkpointed_forwards_in_flight_give_the_gradients_of_plain_eager(router):
     torch.manual_seed(0)

@@ -61,6 +61,14 @@ def few_tokens_case(draw: Draw) -> Case:
     return Case(args, {"top_k": 2, "over_selected": True, "temperature": 0.7}, (), 1e-6)
 
 
+def few_rows_case(draw: Draw) -> Case:
+    """Rows that the experts' kernel in C serves: complete, and without gradient."""
+    weights = ExpertWeights(draw.normal(3, 8, 16), draw.normal(3, 16, 8), None, draw.normal(3, 16))
+    rows = sort_rows.definition(draw.ids(0, 3, 11, 2), 3)
+    args = (draw.normal(11, 16), weights, rows, draw.normal(11, 2).sigmoid())
+    return Case(args, {"activation": "gelu", "complete": True}, (), 1e-5)
+
+
 def sort_case(draw: Draw) -> Case:
     return Case((draw.ids(0, 6, 40, 2), 5))
 
@@ -235,10 +243,12 @@ CASES: dict[str, Callable[[Draw], Case]] = {
 
 
 def case_of(op: str, kernel: str) -> Callable[[Draw], Case]:
-    if kernel == "cpu" and op in ("measure_dispersion", "measure_scale"):
+    if kernel in ("native", "cpu") and op in ("measure_dispersion", "measure_scale"):
         return partial(constant_tokens_case, op)
     if kernel == "cpu" and op == "route":
         return few_tokens_case
     if kernel == "cpu" and op == "expert_mlp":
         return one_token_case
+    if kernel == "native" and op == "expert_mlp":
+        return few_rows_case
     return complete_experts_case if kernel == "sonicmoe" else CASES[op]

@@ -105,6 +105,7 @@ def test_checkpointed_blocks_give_the_same_gradients_with_two_forwards_in_flight
             torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.usefixtures("no_native")
 def test_checkpointed_blocks_may_run_twice_in_one_region_of_autocast() -> None:
     """The region keeps cast weights for its second call; blocks that run again have none."""
     plain = trained("adaptive", dropout=0.2).float().train()

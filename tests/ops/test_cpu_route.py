@@ -16,6 +16,7 @@ from acmoe import MoE
 from acmoe.ops.dispatch import record_choices
 from acmoe.ops.route import Route, ScaledTokens, cpu, route
 
+pytestmark = pytest.mark.usefixtures("no_native_here")
 OPTIONS: dict[str, Any] = {"top_k": 2, "over_selected": True}
 
 

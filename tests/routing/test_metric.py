@@ -67,6 +67,7 @@ def test_the_opened_square_is_the_distance(seed: int, tokens: int) -> None:
             assert found_TE[t, e].item() == pytest.approx(wanted.item() / 3, rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.usefixtures("no_native")
 def test_strength_zero_is_the_plain_router() -> None:
     plain, metric = router_of(SMoEConfig()), trained(MetricConfig(strength=0.0))
     with torch.no_grad():

@@ -39,6 +39,11 @@ def router_saving_requested() -> str:
     return _one_of("ACMOE_KEEP_ROUTER", "auto", "never")
 
 
+def native_requested() -> str:
+    """ACMOE_NATIVE: compile the C kernels of small calls on a CPU where they serve, or never."""
+    return _one_of("ACMOE_NATIVE", "auto", "never")
+
+
 def fast_requested() -> str:
     """ACMOE_FAST: models run on their fast path where it computes the same (auto), or never."""
     return _one_of("ACMOE_FAST", "auto", "never")

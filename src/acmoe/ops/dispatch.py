@@ -36,7 +36,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DEFINITION = "torch"  # the name of every op's plain-PyTorch definition
-BACKENDS = ("auto", DEFINITION, "cpu", "grouped_mm", "triton", "sonicmoe")
+BACKENDS = ("auto", DEFINITION, "native", "cpu", "grouped_mm", "triton", "sonicmoe")
 _ASKED = "ACMOE_BACKEND"
 OPS: "dict[str, Op[..., Any]]" = {}  # every op of the library, by name
 
@@ -45,6 +45,7 @@ _any_transform = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _profiling = torch._C._autograd._profiler_enabled
+_jit_trace = torch._C._get_tracing_state
 
 _log = logging.getLogger("acmoe")
 _logged: set[str] = set()
@@ -267,15 +268,16 @@ def transforming() -> bool:
 def eager(*tensors: Tensor | None) -> bool:
     """Return True if a kernel may be launched right away, without a custom op around it.
 
-    A custom op makes a call visible from outside: to `torch.compile`, fake and other subclasses of
-    tensors, dispatch and function modes, and profilers, which show its name. It costs 40 to 80 us
-    of the host. The caller must make sure that no gradient is recorded.
+    A custom op makes a call visible from outside: to `torch.compile` and `torch.jit.trace`, fake
+    and other subclasses of tensors, dispatch and function modes, and profilers, which show its
+    name. It costs 40 to 80 us of the host. The caller must make sure that no gradient is recorded.
     """
     return (
         not is_compiling()
         and _dispatch_modes() == 0
         and _function_modes() == 0
         and not _profiling()
+        and _jit_trace() is None
         and _PLAIN.issuperset(map(type, tensors))
     )
 

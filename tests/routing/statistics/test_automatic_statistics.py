@@ -96,6 +96,7 @@ def test_the_loop_of_the_readme_moves_every_layer() -> None:
     assert all(value.any() for value in moved.values())  # they begin at 0
 
 
+@pytest.mark.usefixtures("no_native")
 def test_one_micro_batch_is_bitwise_its_dispersion() -> None:
     moe = layer()
     wanted = [torch.zeros(C, D), torch.zeros(C)]

@@ -91,9 +91,9 @@ def _layer(x: Tensor, shape: Shape) -> Iterator[Choice]:
     with torch.device("meta"):  # no memory for real weights
         up = torch.empty(shape.num_experts, shape.width, shape.dim)
         down = torch.empty(shape.num_experts, shape.dim, shape.hidden)
-        embedding_ED = torch.empty(shape.num_experts, shape.dim)
         bias = torch.empty(0) if shape.bias else None
     weights = ExpertWeights(up, down, bias, bias)
+    embedding_ED = x.new_empty(shape.num_experts, shape.dim)
     # Two tokens: a single one has a kernel of its own on a CPU.
     x = x.new_empty(2, shape.dim)
     expert_ids = torch.zeros(2, shape.top_k, dtype=torch.int64, device=x.device)

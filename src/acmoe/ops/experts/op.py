@@ -1,6 +1,7 @@
 """Register the faster kernels of the op `expert_mlp`.
 
 triton       gather, GEMMs, activation, gate and combine as fused kernels (autograd.py)
+native       few rows of small experts without gradients, in C (native.py)
 cpu          without gradients: the definition in fewer calls (cpu.py, one_token.py)
 grouped_mm   the definition, with torch's grouped GEMM
 sonicmoe     the SonicMoE package, if it is installed and requested by name
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from acmoe.ops.device_support import installed, triton_unsupported
-from acmoe.ops.experts import cpu
+from acmoe.ops.experts import cpu, native
 from acmoe.ops.experts.autograd import fused_expert_mlp
 from acmoe.ops.experts.grouped_mm import grouped_mm, grouped_mm_unsupported
 from acmoe.ops.experts.padding import pad_experts, worth_padding
@@ -50,6 +51,7 @@ def _expert_mlp_triton(
     return out if out.shape[1] == dim else out[:, :dim].contiguous()
 
 
+expert_mlp.register("native", unsupported=native.unsupported)(native.expert_mlp_in_c)
 expert_mlp.register("cpu", unsupported=cpu.unsupported)(cpu.expert_mlp_without_gradient)
 
 

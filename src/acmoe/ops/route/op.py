@@ -2,6 +2,7 @@
 
 triton   one kernel reads each token once and writes its affinities, chosen experts and gates, and
          the sums that the balance loss needs
+native   small calls on a CPU without gradients, in C (native.py)
 cpu      few tokens without gradients, ranked by torch.topk (cpu.py)
 
 T tokens, D features, E experts, C clusters.
@@ -13,7 +14,7 @@ from torch.compiler import is_compiling
 
 from acmoe.ops.checks import check_clusters
 from acmoe.ops.device_support import triton_unsupported
-from acmoe.ops.route import cpu
+from acmoe.ops.route import cpu, native
 from acmoe.ops.route.autograd import route_through
 from acmoe.ops.route.reference import Route, check_route, gate_sum, route
 from acmoe.ops.route.tokens import ScaledTokens
@@ -88,6 +89,7 @@ def fused_route(
     return Route(expert_ids, gate, affinity, clean, first, x, sums, load, balance)
 
 
+route.register("native", unsupported=native.unsupported)(native.route_in_c)
 route.register("cpu", unsupported=cpu.unsupported)(cpu.route_few_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Register the kernels of the op `sort_rows`: counting sorts on a GPU, numpy's sort on a CPU.
+"""Register the kernels of the op `sort_rows`: counting sorts on a GPU and in C, numpy's on a CPU.
 
 T tokens, K experts per token, N = T * K rows, E experts, C = E clusters.
 """
@@ -14,6 +14,8 @@ from acmoe.ops.checks import host_may_read
 from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.dispatch import eager
 from acmoe.ops.empty import shared_empty
+from acmoe.ops.native import library
+from acmoe.ops.sort.native import sorted_rows
 from acmoe.ops.sort.order import header_size, no_order, num_slots
 from acmoe.ops.sort.reference import Rows, sort_rows
 from acmoe.ops.taped import taped
@@ -57,6 +59,25 @@ def _not_on_cpu(expert_ids: Tensor, num_experts: int) -> str | None:
     if expert_ids.dtype != torch.int64 or num_experts >= _MOST_EXPERTS:
         return f"its kernel takes int64 ids of fewer than {_MOST_EXPERTS:,} experts"
     return None if host_may_read(expert_ids) else "it is traced, or there are no tokens"
+
+
+def _not_native(expert_ids: Tensor, num_experts: int) -> str | None:
+    reason = _not_on_cpu(expert_ids, num_experts)
+    if reason is not None:
+        return reason
+    return library.missing() if expert_ids.is_contiguous() else "it takes contiguous ids"
+
+
+@sort_rows.register("native", unsupported=_not_native)
+def _sort_rows_native(
+    expert_ids: Tensor,
+    num_experts: int,
+    *,
+    cluster: Tensor | None = None,
+    token_mask: Tensor | None = None,
+) -> Rows:
+    rows = sorted_rows(expert_ids, num_experts)
+    return _sort_rows_cpu(expert_ids, num_experts) if rows is None else rows
 
 
 @sort_rows.register("cpu", unsupported=_not_on_cpu)

@@ -10,7 +10,7 @@ from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.dispatch import eager, op
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.order import TokenOrder
-from acmoe.ops.statistics import cpu
+from acmoe.ops.statistics import cpu, native
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.dispersion_op import KERNEL_MEASURES, fused_dispersion
 from acmoe.ops.statistics.prefix import PrefixMoments, prefix_dispersion
@@ -94,6 +94,16 @@ def _dispersion_not_on_cpu(
     return cpu.unsupported(x)
 
 
+def _dispersion_not_native(
+    x: Tensor, assignment: Tensor, measure: str, token_mask: Tensor | None
+) -> str | None:
+    reason = _dispersion_not_on_cpu(x, assignment, measure, token_mask)
+    return reason or native.unsupported(x, assignment)
+
+
+measure_dispersion.register("native", unsupported=_dispersion_not_native)(
+    native.measured_dispersion
+)
 measure_dispersion.register("cpu", unsupported=_dispersion_not_on_cpu)(cpu.measured_dispersion)
 
 
@@ -172,6 +182,14 @@ def _scale_not_on_cpu(
     return _dispersion_not_on_cpu(x, assignment, measure, token_mask)
 
 
+def _scale_not_native(
+    x: Tensor, assignment: Tensor, options: ScaleOptions, measure: str, token_mask: Tensor | None
+) -> str | None:
+    reason = _scale_not_on_cpu(x, assignment, options, measure, token_mask)
+    return reason or native.unsupported(x, assignment)
+
+
+measure_scale.register("native", unsupported=_scale_not_native)(native.measured_scale)
 measure_scale.register("cpu", unsupported=_scale_not_on_cpu)(cpu.measured_scale)
 
 

@@ -19,7 +19,7 @@ from acmoe.ops.device_support import interpreting
 from acmoe.ops.dispatch import eager, transforming
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.order import TokenOrder
-from acmoe.ops.statistics import cpu, scale_op, sorted_op
+from acmoe.ops.statistics import cpu, native, scale_op, sorted_op
 from acmoe.ops.statistics.dispersion_op import as_sets
 from acmoe.ops.statistics.op import measure_dispersion, measure_scale
 from acmoe.ops.statistics.pending import record_batch, replaying
@@ -27,6 +27,16 @@ from acmoe.ops.statistics.scale import ScaleOptions, scale_of
 from acmoe.ops.taped import taped
 
 LEAST = 2  # tokens of a cluster; a single one has dispersion 0, which carries no information
+
+# Kernels that add what they measured to the pending means themselves.
+_ADDING_DISPERSION: dict[str, Callable[..., Any]] = {
+    "native": native.measured_dispersion,
+    "cpu": cpu.measured_dispersion,
+}
+_ADDING_SCALE: dict[str, Callable[..., Tensor]] = {
+    "native": native.measured_scale,
+    "cpu": cpu.measured_scale,
+}
 
 Pending = tuple[Tensor, Tensor]  # means (C, D) and counts (C,) of pending batches
 
@@ -54,9 +64,11 @@ def record_dispersion(
             return
     given = (_all_tokens(x), assignment.flatten(), num_clusters)
     named: dict[str, Any] = {"measure": measure, "token_mask": _flat(token_mask), "order": order}
-    if _added_on_cpu(pending) and measure_dispersion.select(*given, **named).name == "cpu":
-        cpu.measured_dispersion(*given, measure=measure, add_to=(*pending, LEAST))
-        return
+    if _added_on_cpu(pending):
+        add = _ADDING_DISPERSION.get(measure_dispersion.select(*given, **named).name)
+        if add is not None:
+            add(*given, measure=measure, add_to=(*pending, LEAST))
+            return
     if transforming():  # under vmap, results may have a batch that this memory lacks
         batch = measure_dispersion(*given, **named)
     else:
@@ -89,8 +101,10 @@ def record_scale(
             return _repeated(runs, pending, tokens, num_clusters, settings)[0]
     given = (_all_tokens(x), assignment.flatten(), num_clusters, options)
     named: dict[str, Any] = {"measure": measure, "token_mask": _flat(token_mask), "order": order}
-    if _added_on_cpu(pending) and measure_scale.select(*given, **named).name == "cpu":
-        return cpu.measured_scale(*given, measure=measure, add_to=(*pending, LEAST))
+    if _added_on_cpu(pending):
+        scaled = _ADDING_SCALE.get(measure_scale.select(*given, **named).name)
+        if scaled is not None:
+            return scaled(*given, measure=measure, add_to=(*pending, LEAST))
     if pending is not None and transforming():
         found = measure_dispersion(*given[:-1], **named)
         record_batch(*pending, *found, least=LEAST)
@@ -103,9 +117,9 @@ def record_scale(
 
 
 def _added_on_cpu(pending: Pending | None) -> TypeGuard[Pending]:
-    """Return True if the CPU kernel may add this batch to the pending means.
+    """Return True if a CPU kernel may add this batch to the pending means.
 
-    The caller asks whether that kernel serves the call; where something observes it, it does not.
+    The caller asks whether such a kernel serves the call; where something observes it, it does not.
     It may not add inside a backward, where activation checkpointing repeats a forward that was
     already counted (see `record_batch`).
     """

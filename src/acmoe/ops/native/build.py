@@ -1,0 +1,156 @@
+"""Compile the C sources with the machine's compiler, once, and load the result.
+
+The shared library is in $XDG_CACHE_HOME/acmoe/native, by default ~/.cache/acmoe/native. Its name
+has a digest of the sources, the options, the compiler and the instructions of the CPU, so that
+machines which share a home folder do not run each other's code. If the folder cannot be written,
+each process compiles for itself.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from acmoe.config.environment import native_requested
+
+SOURCES = Path(__file__).parent / "source"
+# -ffp-contract: a product may be added without rounding it first. -fopenmp-simd: vectors, and no
+# threads: those of a second OpenMP runtime would compete with torch's.
+OPTIONS = (
+    *("-std=c11", "-O3", "-fPIC", "-shared", "-fopenmp-simd", "-fno-math-errno"),
+    *("-fno-trapping-math", "-ffp-contract=fast", "-march=native"),
+)
+_COMPILERS = ("cc", "gcc", "clang")
+_SECONDS = 120  # a compiler that takes longer counts as missing
+
+_log = logging.getLogger("acmoe")
+
+
+class BuildError(Exception):
+    """The sources were not compiled or loaded; the message is the reason.
+
+    expected: no compiler was to be had, or nobody wanted it.
+    """
+
+    def __init__(self, reason: str, *, expected: bool = False) -> None:
+        super().__init__(reason)
+        self.expected = expected
+
+
+def build() -> ctypes.CDLL:
+    """Return the shared library, compiled if it is not in the cache; raise BuildError."""
+    if native_requested() == "never":
+        raise BuildError("ACMOE_NATIVE=never", expected=True)
+    compiler = find_compiler()
+    path = folder() / f"{identity(compiler)}.so"
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            _log.warning("%s cannot be loaded (%s); it is compiled again", path, error)
+    return _compiled(compiler, path)
+
+
+def find_compiler() -> list[str]:
+    """Return the command of the C compiler: that of $CC, or the first on the path."""
+    given = shlex.split(os.environ.get("CC", ""))
+    for command in [given] if given else [[name] for name in _COMPILERS]:
+        found = shutil.which(command[0])
+        if found is not None:
+            return [found, *command[1:]]
+    if given:
+        raise BuildError(f"the C compiler {given[0]!r}, named by CC, was not found")
+    raise BuildError(f"no C compiler was found ({', '.join(_COMPILERS)})", expected=True)
+
+
+def folder() -> Path:
+    """Return the folder of compiled libraries, which need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "acmoe" / "native"
+
+
+def identity(compiler: list[str]) -> str:
+    """Return a name of what is compiled, by what, and for which CPU."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.read_bytes())
+    version = _run([*compiler, "--version"])
+    for text in (*OPTIONS, *compiler, version, platform.machine(), _instructions()):
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+@functools.cache
+def _instructions() -> str:
+    """Return what tells CPUs of other instructions apart."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    flags = [line for line in lines if line.startswith(("flags", "Features"))]
+    return "\n".join([torch.backends.cpu.get_cpu_capability(), platform.processor(), *flags[:1]])
+
+
+def _compiled(compiler: list[str], path: Path) -> ctypes.CDLL:
+    """Compile to `path` and load it; where that cannot be written, to a temporary folder."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="acmoe-native-", ignore_cleanup_errors=True) as drafts:
+        draft = Path(drafts) / "kernels.so"
+        _run_compiler(compiler, draft)
+        if not draft.exists():
+            raise BuildError(f"the C compiler {compiler[0]} wrote no library")
+        kept = _keep(draft, path)
+        try:
+            found = ctypes.CDLL(str(kept))  # a loaded library needs its file no longer
+        except OSError as error:
+            raise BuildError(f"the compiled library cannot be loaded: {error}") from error
+    took = time.perf_counter() - began
+    _log.info("compiled the C kernels with %s in %.1f s: %s", compiler[0], took, kept)
+    return found
+
+
+def _run_compiler(compiler: list[str], to: Path) -> None:
+    sources = [str(path) for path in sorted(SOURCES.glob("*.c"))]
+    rest = [*sources, "-o", str(to), "-lm"]
+    try:
+        _run([*compiler, *OPTIONS, *rest])
+    except BuildError:  # a compiler that does not know this CPU
+        _run([*compiler, *[one for one in OPTIONS if one != "-march=native"], *rest])
+
+
+def _keep(draft: Path, path: Path) -> Path:
+    """Move the draft to `path` in one step; return where the library is."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(draft, beside)
+        os.replace(beside, path)
+    except OSError as error:
+        _log.warning("the C kernels are not kept for the next process: %s", error)
+        return draft
+    return path
+
+
+def _run(command: list[str]) -> str:
+    """Return what a command prints; raise BuildError with its first line of errors."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"the C compiler {command[0]} cannot run: {error}") from error
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        first = next((line for line in lines if "error" in line), lines[0])
+        raise BuildError(f"the C compiler {command[0]} failed: {first.strip()}")
+    return done.stdout

@@ -1,0 +1,218 @@
+"""The router in C for small calls on a CPU: affinities, choice, gates and balance loss in one pass.
+
+A rescaled token x * scale[cluster] stays in the core's cache, so that an adaptive router costs
+little more than a plain one. The backward is one pass, too, and plain PyTorch for those who trace,
+batch or differentiate it.
+
+T tokens, D features, E experts, C clusters, K experts per token.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from acmoe.ops.dispatch import eager
+from acmoe.ops.grad_mode import records_gradient
+from acmoe.ops.native.library import SERVED, functions, pointer, unsupported_size
+from acmoe.ops.native.library import unsupported as not_native
+from acmoe.ops.once import apply
+from acmoe.ops.route.reference import Route, check_route, route
+from acmoe.ops.route.tokens import ScaledTokens, rows_of
+
+MOST = 2**21  # products T * E * D up to which one thread takes less time than torch's calls
+
+
+class Settings(NamedTuple):
+    """Arguments of `route` that are no tensors."""
+
+    top_k: int
+    over_selected: bool
+    temperature: float | None
+    balance_weight: float | None
+
+    @property
+    def numbers(self) -> tuple[int, float, float]:
+        """The arguments `over_selected`, `temperature` and `weight` of the C functions."""
+        return self.over_selected, self.temperature or 1.0, self.balance_weight or 0.0
+
+
+def unsupported(
+    tokens: ScaledTokens,
+    embedding: Tensor,
+    bias: Tensor | None,
+    token_mask: Tensor | None,
+    noise: Tensor | None,
+) -> str | None:
+    """Return the reason why the kernel cannot serve this call, or None."""
+    x, scale_CD, cluster_T = tokens.x, tokens.scale, tokens.assignment
+    reason = not_native(x, embedding, bias, scale_CD)
+    if reason is not None:
+        return reason
+    if token_mask is not None or noise is not None or tokens.product is not None:
+        return "it takes tokens without mask, noise and product"
+    if records_gradient(scale_CD):
+        return "it has no gradient for the scale"
+    if cluster_T is not None and (cluster_T.dtype != torch.int64 or not cluster_T.is_contiguous()):
+        return "it takes contiguous int64 clusters"
+    if records_gradient(x, embedding, bias) and any(
+        [one is not None and one.is_inference() for one in (x, embedding, scale_CD, cluster_T)]
+    ):
+        return "its backward would read tensors of the inference mode"
+    return unsupported_size(x.numel() * embedding.shape[0], MOST, "products")
+
+
+def route_in_c(
+    tokens: ScaledTokens,
+    embedding: Tensor,
+    bias: Tensor | None,
+    *,
+    top_k: int,
+    over_selected: bool,
+    token_mask: None = None,
+    temperature: float | None = None,
+    noise: None = None,
+    balance_weight: float | None = None,
+) -> Route:
+    """Compute the op `route`, with `balance` where a weight is given. `unsupported` has refused
+    mask and noise.
+    """
+    check_route(tokens, embedding, top_k, token_mask, noise)
+    settings = Settings(top_k, over_selected, temperature, balance_weight)
+    found = _forward(tokens, embedding, bias, settings)
+    if found is None:  # huge tokens, NaN, or a cluster that does not exist
+        return _definition(tokens, embedding, bias, settings)
+    if records_gradient(tokens.x, embedding, bias):
+        learned = tokens.x, embedding, bias
+        gate, affinity, sums, balance, x = apply(_Router, *learned, tokens, settings, found)
+        rest = found.first, x, sums, found.load, balance
+        found = Route(found.expert_ids, gate, affinity, affinity, *rest)
+    return found if found.balance is None else found._replace(gate_sum=None, load=None)
+
+
+def _definition(tokens: ScaledTokens, embedding: Any, bias: Any, settings: Settings) -> Route:
+    return route.definition(
+        *(tokens, embedding, bias),
+        top_k=settings.top_k,
+        over_selected=settings.over_selected,
+        temperature=settings.temperature,
+    )
+
+
+def _forward(
+    tokens: ScaledTokens, embedding: Tensor, bias: Tensor | None, settings: Settings
+) -> Route | None:
+    """Return the results, without gradients; None if the C function does not serve the call."""
+    x, scale_CD, cluster_T = tokens.x, tokens.scale, tokens.assignment
+    (E, D), K = embedding.shape, settings.top_k
+    T = x.numel() // D
+    affinity_TE, gate_TK = x.new_empty(T, E), x.new_empty(T, K)
+    ids_TK, first_T = torch.empty(T, K, dtype=torch.int64), torch.empty(T, dtype=torch.int64)
+    sums_E = load_E = balance = None
+    if settings.temperature is not None:
+        sums_E, load_E = x.new_empty(E), x.new_empty(E)
+        if settings.balance_weight is not None:
+            balance = x.new_empty(())
+    code = functions().route(
+        *(x.data_ptr(), pointer(scale_CD), pointer(cluster_T), embedding.data_ptr()),
+        *(pointer(bias), T, D, E, 0 if scale_CD is None else scale_CD.shape[0], K),
+        *(*settings.numbers, affinity_TE.data_ptr(), ids_TK.data_ptr(), gate_TK.data_ptr()),
+        *(first_T.data_ptr(), pointer(sums_E), pointer(load_E), pointer(balance)),
+    )
+    if code != SERVED:
+        return None
+    rest = first_T, x, sums_E, load_E, balance
+    return Route(ids_TK, gate_TK, affinity_TE, affinity_TE, *rest)
+
+
+class _Router(torch.autograd.Function):
+    """Return gates, affinities, gate sum or None, balance loss or None, and x, with gradients.
+
+    Layers after the router read this x, so that the backward adds their gradient in its own pass.
+    """
+
+    @staticmethod
+    def forward(ctx, x, embedding, bias, tokens, settings, found):  # type: ignore[no-untyped-def]
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            *(x, embedding, bias, tokens.scale, tokens.assignment),
+            *(found.expert_ids, found.gate, found.affinity, found.load),
+        )
+        sums = found.gate_sum if found.balance is None else None
+        return found.gate, found.affinity, sums, found.balance, x
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        saved = ctx.saved_tensors
+        if not eager(*saved, *grads) or torch.is_grad_enabled() or any(map(_batched, grads)):
+            return *_in_torch(saved, ctx.settings, grads), *[None] * 3
+        return *_backward(saved, ctx.settings, ctx.needs_input_grad, grads), *[None] * 3
+
+
+def _backward(
+    saved: tuple[Any, ...],
+    settings: Settings,
+    needed: tuple[bool, ...],
+    grads: tuple[Tensor | None, ...],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, embedding and bias."""
+    x, embedding, bias, scale_CD, cluster_T, ids_TK, gate_TK, affinity_TE, load_E = saved
+    of_gate, of_affinity, of_sum, of_balance, of_x = [
+        one if one is None else one.contiguous() for one in grads
+    ]
+    (E, D), K = embedding.shape, settings.top_k
+    grad_x = torch.empty_like(x) if needed[0] else None
+    grad_embedding = torch.empty_like(embedding)
+    grad_bias = torch.empty_like(bias) if bias is not None and needed[2] else None
+    code = functions().route_backward(
+        *(x.data_ptr(), pointer(scale_CD), pointer(cluster_T), embedding.data_ptr()),
+        *(x.numel() // D, D, E, K, *settings.numbers, affinity_TE.data_ptr(), ids_TK.data_ptr()),
+        *(gate_TK.data_ptr(), pointer(load_E), pointer(of_gate), pointer(of_affinity)),
+        *(pointer(of_sum), pointer(of_balance), pointer(of_x), pointer(grad_x)),
+        *(grad_embedding.data_ptr(), pointer(grad_bias)),
+    )
+    if code != SERVED:
+        raise MemoryError("no memory for the gradients of the router")
+    return grad_x, grad_embedding if needed[1] else None, grad_bias
+
+
+def _in_torch(
+    saved: tuple[Any, ...], settings: Settings, grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Compute `_backward` in PyTorch, for those who trace, batch or differentiate it."""
+    x, embedding, bias, scale_CD, cluster_T, ids_TK, gate_TK, affinity_TE, load_E = saved
+    of_gate, of_affinity, of_sum, of_balance, of_x = grads
+    change_TE = torch.zeros_like(affinity_TE) if of_affinity is None else of_affinity
+    if of_balance is not None:
+        weight = settings.numbers[2] / len(gate_TK)
+        of_sum = of_balance * weight * len(load_E) * load_E / load_E.sum()
+    if of_sum is not None:
+        temperature = settings.temperature or 1.0
+        all_TE = (affinity_TE / temperature).softmax(-1)
+        change_TE = change_TE + _through_softmax(all_TE, of_sum) / temperature
+    if of_gate is not None:
+        chosen_TKE = torch.nn.functional.one_hot(ids_TK, len(embedding)).to(affinity_TE.dtype)
+        if settings.over_selected:
+            of_chosen_TK = _through_softmax(gate_TK, of_gate)
+            change_TE = change_TE + (of_chosen_TK[..., None] * chosen_TKE).sum(-2)
+        else:
+            of_all_TE = (of_gate[..., None] * chosen_TKE).sum(-2)
+            change_TE = change_TE + _through_softmax(affinity_TE.softmax(-1), of_all_TE)
+    x_TD = x.reshape(affinity_TE.shape[0], -1)
+    of_x_TD = change_TE @ embedding
+    if scale_CD is not None:
+        scale_TD = rows_of(scale_CD, cluster_T)
+        x_TD, of_x_TD = x_TD * scale_TD, of_x_TD * scale_TD
+    grad_x = of_x_TD.reshape(x.shape) if of_x is None else of_x_TD.reshape(x.shape) + of_x
+    return grad_x, change_TE.mT @ x_TD, None if bias is None else change_TE.sum(-2)
+
+
+def _through_softmax(gate: Tensor, of_gate: Tensor) -> Tensor:
+    """Return the gradient of what softmax(-1) made `gate` of."""
+    return gate * (of_gate - (gate * of_gate).sum(-1, keepdim=True))
+
+
+def _batched(grad: Tensor | None) -> bool:
+    """Return True for one of many gradients (`is_grads_batched`, vmap), which has no memory."""
+    return grad is not None and bool(torch._C._functorch.is_legacy_batchedtensor(grad))

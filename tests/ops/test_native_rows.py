@@ -1,0 +1,158 @@
+"""Sorted rows and experts in C, against the definition and loops in float64.
+
+T tokens, K experts per token, D features, F hidden units, E experts.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from acmoe import MoE
+from acmoe.ops.dispatch import record_choices
+from acmoe.ops.experts import ExpertWeights, expert_mlp, native
+from acmoe.ops.native.library import missing
+from acmoe.ops.sort import Rows, sort_rows
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no C kernels here: {missing()}")
+Call = tuple[Tensor, ExpertWeights, Rows, Tensor]
+
+
+def call(
+    *,
+    tokens: int = 6,
+    dim: int = 5,
+    hidden: int = 3,
+    experts: int = 4,
+    top_k: int = 2,
+    activation: str = "relu",
+    bias: bool = False,
+    seed: int = 0,
+) -> Call:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    width = 2 * hidden if activation == "swiglu" else hidden
+    biases = (normal(experts, width), normal(experts, dim)) if bias else (None, None)
+    weights = ExpertWeights(normal(experts, width, dim), normal(experts, dim, hidden), *biases)
+    ids_TK = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].contiguous()
+    gate_TK = normal(tokens, top_k).softmax(-1)
+    return normal(tokens, dim), weights, sort_rows(ids_TK, experts), gate_TK
+
+
+def kernel_of(*args: Any, **options: Any) -> str:
+    with record_choices() as choices:
+        expert_mlp(*args, **{"activation": "relu", "complete": True, **options})
+    return choices[0].kernel
+
+
+def by_loops(
+    x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, activation: str
+) -> Tensor:
+    """Return (T, D) in float64, one token and expert after the other."""
+    up, down, up_bias, down_bias = (None if one is None else one.double() for one in weights)
+    assert up is not None and down is not None
+    out_TD = torch.zeros(x.shape, dtype=torch.float64)
+    ids_N = rows.expert[rows.inverse].tolist()
+    for row, expert in enumerate(ids_N):
+        token, choice = divmod(row, gate.shape[1])
+        h = up[expert] @ x[token].double() + (0 if up_bias is None else up_bias[expert])
+        if activation == "swiglu":
+            half = len(h) // 2
+            h = h[:half] / (1 + (-h[:half]).exp()) * h[half:]
+        elif activation == "gelu":
+            h = h * (1 + torch.erf(h / math.sqrt(2))) / 2
+        else:
+            h = h.clamp(min=0)
+        y = down[expert] @ h + (0 if down_bias is None else down_bias[expert])
+        out_TD[token] += float(gate[token, choice]) * y
+    return out_TD
+
+
+@given(
+    tokens=st.integers(1, 24),
+    dim=st.integers(1, 20),
+    hidden=st.integers(1, 18),
+    experts=st.integers(1, 6),
+    top_k=st.integers(1, 6),
+    activation=st.sampled_from(["relu", "gelu", "swiglu"]),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_each_token_gets_the_weighted_outputs_of_its_experts(
+    tokens: int,
+    dim: int,
+    hidden: int,
+    experts: int,
+    top_k: int,
+    activation: str,
+    bias: bool,
+    seed: int,
+) -> None:
+    sizes = {"tokens": tokens, "dim": dim, "hidden": hidden, "experts": experts, "seed": seed}
+    args = call(**sizes, top_k=min(top_k, experts), activation=activation, bias=bias)
+    assert kernel_of(*args, activation=activation) == "native"
+    found = expert_mlp(*args, activation=activation, complete=True)
+    wanted = by_loops(*args, activation)
+    scale = max(1.0, float(wanted.abs().max()))
+    assert (found - wanted).abs().max() <= 1e-5 * scale
+
+
+def test_nan_and_infinite_units_stay_what_they_are() -> None:
+    x, weights, rows, gate = call(bias=True)
+    assert weights.up_bias is not None
+    weights.up_bias[:, 0] = math.nan
+    assert expert_mlp(x, weights, rows, gate, activation="relu", complete=True).isnan().all()
+
+
+def test_other_calls_run_other_kernels() -> None:
+    x, weights, rows, gate = call(bias=True)
+    learned = weights._replace(up=weights.up.clone().requires_grad_())
+    assert kernel_of(x, weights, rows, gate) == "native"
+    assert kernel_of(x, learned, rows, gate) == "torch"
+    with torch.no_grad():
+        assert kernel_of(x, learned, rows, gate) == "native"
+    assert kernel_of(x, weights, rows, gate, dropout=0.5) == "torch"
+    assert kernel_of(x, weights, rows, gate, complete=False) == "torch"
+    viewed = weights._replace(up=weights.up.mT.contiguous().mT)
+    assert kernel_of(x, viewed, rows, gate) == "cpu"
+    wide = call(dim=native.MOST // 36 + 1)  # 12 rows of 3 hidden units
+    assert kernel_of(*wide) == "cpu"
+
+
+@given(
+    rows=st.integers(1, 50), experts=st.integers(1, 9), none=st.booleans(), seed=st.integers(0, 99)
+)
+def test_rows_are_sorted_stably(rows: int, experts: int, none: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ids_TK = torch.randint(experts + none, (rows, 2), generator=generator)  # E: no expert
+    with record_choices() as choices:
+        found = sort_rows(ids_TK, experts)
+    assert choices[0].kernel == "native"
+    wanted = sort_rows.definition(ids_TK, experts)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other) and one.dtype == other.dtype
+
+
+def test_ids_out_of_range_are_sorted_as_by_the_definition() -> None:
+    for ids_TK in (torch.tensor([[3], [-1], [0]]), torch.tensor([[2**40], [1], [7]])):
+        found, wanted = sort_rows(ids_TK, 2), sort_rows.definition(ids_TK, 2)
+        assert torch.equal(found.expert, wanted.expert)
+        assert torch.equal(found.offsets, wanted.offsets)
+
+
+def test_a_layer_of_few_tokens_runs_in_c() -> None:
+    torch.manual_seed(0)
+    moe = MoE(dim=16, hidden=8, num_experts=6, top_k=3).eval()
+    x = torch.randn(3, 16)
+    wanted = moe(x)[0].detach()
+    with torch.no_grad(), record_choices() as choices:
+        found, _ = moe(x)
+    assert {choice.kernel for choice in choices} == {"native"}
+    torch.testing.assert_close(found, wanted)
