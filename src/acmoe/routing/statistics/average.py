@@ -125,10 +125,11 @@ class RunningAverage(StepStatistics):
         """
         if not self.caches_scale:
             return scale_of(self.dispersion, self.weight, self.options)
-        if self.scaled_from is not self.dispersion or self.scaled_version != self.version:
+        dispersion, version = self.dispersion, self.version
+        if self.scaled_from is not dispersion or self.scaled_version != version:
             with torch.no_grad():
-                self.running_scale.copy_(scale_of(self.dispersion, self.weight, self.options))
-            self.scaled_from, self.scaled_version = self.dispersion, self.version
+                self.running_scale.copy_(scale_of(dispersion, self.weight, self.options))
+            self.scaled_from, self.scaled_version = dispersion, version
         return self.running_scale
 
     def warn_if_empty(self, assignment: Tensor) -> None:
@@ -138,13 +139,13 @@ class RunningAverage(StepStatistics):
         in no cluster, and its average is rightly empty. The method reads `weight` on the host, only
         if the average has changed since it last did.
         """
-        if self.training or torch.compiler.is_compiling() or transforming():
+        if self.training or torch.compiler.is_compiling():
             return
         weight = self.weight
-        if not has_values(weight):
-            return
         now = id(weight), 0 if weight.is_inference() else weight._version
-        if self.checked == now or capturing(weight):
+        if self.checked == now:
+            return
+        if transforming() or not has_values(weight) or capturing(weight):
             return
         self.checked = now
         if not weight.any() and (assignment >= 0).any():
@@ -190,7 +191,8 @@ class RunningAverage(StepStatistics):
     @property
     def version(self) -> tuple[object, ...]:
         """Return a value that changes with everything that the running scale depends on."""
-        return self.dispersion._version, self.weight._version, id(self.weight), self.config
+        weight = self.weight
+        return self.dispersion._version, weight._version, id(weight), self.config
 
     def update(self) -> None:
         """Update the running average, and its scale, with the recorded batches."""

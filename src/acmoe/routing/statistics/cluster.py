@@ -97,8 +97,11 @@ class ClusterStatistics(RunningAverage):
         """
         mode = self.mode
         check(mode != "prefix", "prefix statistics give each token its scale; call prefix_scale")
+        if mode == "running" and not self.training:  # nothing is measured
+            return self._running_scale(x_BLD, assignment_BL)
         with self._gradient_mode(x_BLD, slot):
-            x_BLD = x_BLD.detach() if self.config.detach else x_BLD
+            if self.config.detach and x_BLD.requires_grad:
+                x_BLD = x_BLD.detach()
             if mode == "batch":
                 scale = self._batch_scale(x_BLD, assignment_BL, token_mask_BL, order, chosen_C)
             else:
