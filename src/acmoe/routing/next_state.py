@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import UserError, check
+from acmoe.ops.empty import no_elements
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.reentrant import check_reentrant
 from acmoe.ops.sort.order import no_order, worth_routing_sorted, worth_sorting
 from acmoe.ops.statistics.scale import up_to_last
-from acmoe.routing.origin import NextRouter, describe, holds_nothing, new_origin, origin_codes
+from acmoe.routing.origin import NextRouter, describe, holds_nothing, origin_codes, origin_shape
 from acmoe.routing.rescaling import RescalingRouter
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState, clusters_of, no_cluster
@@ -142,7 +143,7 @@ class NextState(nn.Module):
         return RoutingState(assignment, membership, scale, aux_loss, no_order(x), self._origin(x))
 
     def _origin(self, x: Tensor) -> Tensor:
-        return new_origin(origin_codes(self.next_router), x)
+        return no_elements(origin_shape(self.next_router), torch.int8, x)
 
     def _scale(
         self,

@@ -80,9 +80,10 @@ def _dispersion_triton(
     return _written(found, out)
 
 
-def _dispersion_not_on_cpu(
+def _unmeasured(
     x: Tensor, assignment: Tensor, measure: str, token_mask: Tensor | None
 ) -> str | None:
+    """Return the reason why no kernel on a CPU measures these clusters, or None."""
     if measure not in cpu.MEASURES:
         return f"measure={measure!r} has no kernel"
     if records_gradient(x):
@@ -91,14 +92,20 @@ def _dispersion_not_on_cpu(
         return "its kernel takes one set of tokens without a mask"
     if assignment.dtype != torch.int64:
         return f"its kernel takes int64 clusters, not {assignment.dtype}"
-    return cpu.unsupported(x)
+    return None
 
 
 def _dispersion_not_native(
     x: Tensor, assignment: Tensor, measure: str, token_mask: Tensor | None
 ) -> str | None:
-    reason = _dispersion_not_on_cpu(x, assignment, measure, token_mask)
+    reason = _unmeasured(x, assignment, measure, token_mask)
     return reason or native.unsupported(x, assignment)
+
+
+def _dispersion_not_on_cpu(
+    x: Tensor, assignment: Tensor, measure: str, token_mask: Tensor | None
+) -> str | None:
+    return _unmeasured(x, assignment, measure, token_mask) or cpu.unsupported(x)
 
 
 measure_dispersion.register("native", unsupported=_dispersion_not_native)(
@@ -174,19 +181,23 @@ def _scale_triton(
     return options.transformed(*found)
 
 
-def _scale_not_on_cpu(
-    x: Tensor, assignment: Tensor, options: ScaleOptions, measure: str, token_mask: Tensor | None
-) -> str | None:
-    if not options.separable or options.mean_over != "all":
-        return "its kernel scales each cluster by itself; these options compare clusters"
-    return _dispersion_not_on_cpu(x, assignment, measure, token_mask)
+_NOT_SEPARABLE = "its kernel scales each cluster by itself; these options compare clusters"
 
 
 def _scale_not_native(
     x: Tensor, assignment: Tensor, options: ScaleOptions, measure: str, token_mask: Tensor | None
 ) -> str | None:
-    reason = _scale_not_on_cpu(x, assignment, options, measure, token_mask)
-    return reason or native.unsupported(x, assignment)
+    if not options.separable or options.mean_over != "all":
+        return _NOT_SEPARABLE
+    return _dispersion_not_native(x, assignment, measure, token_mask)
+
+
+def _scale_not_on_cpu(
+    x: Tensor, assignment: Tensor, options: ScaleOptions, measure: str, token_mask: Tensor | None
+) -> str | None:
+    if not options.separable or options.mean_over != "all":
+        return _NOT_SEPARABLE
+    return _dispersion_not_on_cpu(x, assignment, measure, token_mask)
 
 
 measure_scale.register("native", unsupported=_scale_not_native)(native.measured_scale)

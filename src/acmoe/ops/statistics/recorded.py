@@ -62,7 +62,7 @@ def record_dispersion(
             runs = scale_op.launched_dispersion, sorted_op.launched_dispersion
             _repeated(runs, pending, tokens, num_clusters, (measure,))
             return
-    given = (_all_tokens(x), assignment.flatten(), num_clusters)
+    given = (_all_tokens(x), _all_clusters(assignment), num_clusters)
     named: dict[str, Any] = {"measure": measure, "token_mask": _flat(token_mask), "order": order}
     if _added_on_cpu(pending):
         add = _ADDING_DISPERSION.get(measure_dispersion.select(*given, **named).name)
@@ -99,7 +99,7 @@ def record_scale(
             runs = scale_op.launched_scale, sorted_op.launched_scale
             settings = scale_op.ScaleSettings.of(measure, options)
             return _repeated(runs, pending, tokens, num_clusters, settings)[0]
-    given = (_all_tokens(x), assignment.flatten(), num_clusters, options)
+    given = (_all_tokens(x), _all_clusters(assignment), num_clusters, options)
     named: dict[str, Any] = {"measure": measure, "token_mask": _flat(token_mask), "order": order}
     if _added_on_cpu(pending):
         scaled = _ADDING_SCALE.get(measure_scale.select(*given, **named).name)
@@ -210,7 +210,11 @@ def _add(mean_CD: Tensor | None, count_C: Tensor | None, batch: tuple[Tensor, Te
 
 
 def _all_tokens(x: Tensor) -> Tensor:
-    return x.flatten(0, -2)
+    return x if x.dim() == 2 else x.flatten(0, -2)
+
+
+def _all_clusters(assignment: Tensor) -> Tensor:
+    return assignment if assignment.dim() == 1 else assignment.flatten()
 
 
 def _new_batch(x: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
