@@ -136,7 +136,9 @@ def test_no_package_or_module_has_a_name_that_says_nothing() -> None:
 
 
 # Words that name a kernel or a fast path. The mathematics does not know them.
-BACKENDS = re.compile(r"\b(triton|gluon|grouped_mm|sonicmoe|hopper|native|backend)\b", re.IGNORECASE)
+BACKENDS = re.compile(
+    r"\b(triton|gluon|grouped_mm|sonicmoe|hopper|native|backend)\b", re.IGNORECASE
+)
 MATHEMATICS = ("routing", "experts", "models")
 
 

@@ -66,9 +66,46 @@ def test_the_scale_is_a_copy_except_in_a_captured_evaluation(monkeypatch):
 
     assert not is_buffer()
     monkeypatch.setattr("acmoe.ops.statistics.pending.capturing", lambda tensor: True)
+    statistics.eval()  # forgets the copy that evaluations on a CPU share
     assert is_buffer()
     statistics.train()
     assert not is_buffer()
+
+
+def test_evaluations_share_a_scale_until_something_changes_it():
+    statistics = taker()
+    x, cluster = torch.randn(9, 4), torch.tensor([0, 1, 2] * 3)
+    see(statistics, x, cluster)
+    fold_statistics(statistics)
+    statistics.eval()
+
+    def scale():
+        return see(statistics, x, cluster)
+
+    first, wanted = scale(), matrix(scales(rows(statistics.dispersion.double()), 4)).float()
+    torch.testing.assert_close(first, wanted, rtol=1e-5, atol=1e-6)
+    assert scale() is first
+    first.zero_()  # its owner may write to it
+    torch.testing.assert_close(scale(), wanted, rtol=1e-5, atol=1e-6)
+    kept = scale()
+    assert scale() is kept
+    other = copy.deepcopy(statistics)
+    statistics.dispersion[0, 0] *= 2
+    changed = matrix(scales(rows(statistics.dispersion.double()), 4)).float()
+    torch.testing.assert_close(scale(), changed, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(kept, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(see(other, x, cluster), wanted, rtol=1e-5, atol=1e-6)
+    before = scale()
+    statistics.train()
+    see(statistics, 5 * x, cluster)
+    fold_statistics(statistics)
+    statistics.eval()
+    assert not torch.equal(scale(), before)
+    assert see(statistics, x.double(), cluster).dtype == torch.float64
+    assert scale().dtype == torch.float32
+    with torch.inference_mode():
+        frozen = scale()
+    assert frozen.is_inference() == (frozen is not scale())
 
 
 def test_folding_twice_counts_a_batch_once():

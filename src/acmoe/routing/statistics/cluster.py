@@ -100,8 +100,7 @@ class ClusterStatistics(RunningAverage):
         if mode == "running" and not self.training:  # nothing is measured
             return self._running_scale(x_BLD, assignment_BL)
         with self._gradient_mode(x_BLD, slot):
-            if self.config.detach and x_BLD.requires_grad:
-                x_BLD = x_BLD.detach()
+            x_BLD = x_BLD.detach() if self.config.detach else x_BLD
             if mode == "batch":
                 scale = self._batch_scale(x_BLD, assignment_BL, token_mask_BL, order, chosen_C)
             else:
@@ -137,9 +136,12 @@ class ClusterStatistics(RunningAverage):
 
     def _running_scale(self, x_BLD: Tensor, assignment_BL: Tensor) -> Tensor:
         """Return the (C, D) scale of the running average, in the accumulation dtype of x."""
-        self.warn_if_empty(assignment_BL)
         dtype = accumulation_dtype(x_BLD.dtype)
-        return snapshot(self.average_scale(), dtype, training=self.training)
+        kept = None if self.training else self.kept_scale(dtype)
+        if kept is not None:
+            return kept
+        self.warn_if_empty(assignment_BL)
+        return self.keep_scale(snapshot(self.average_scale(), dtype, training=self.training))
 
     def _sequence_scale(
         self, x_BLD: Tensor, assignment_BL: Tensor, token_mask_BL: Tensor | None
