@@ -115,6 +115,23 @@ def test_the_sources_have_no_warnings(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+@needs_compiler
+def test_no_call_reads_or_writes_beyond_its_memory(tmp_path: Path) -> None:
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"]
+    options = [one for one in building.OPTIONS if one not in ("-shared", "-fPIC")]
+    sources = sorted(str(path) for path in building.SOURCES.glob("*.c"))
+    harness = [str(Path(__file__).with_name("native_harness.c")), f"-I{building.SOURCES}"]
+    to = str(tmp_path / "harness")
+    command = [*find_compiler(), *options, *checks, *harness, *sources, "-o", to, "-lm"]
+    built = subprocess.run(command, capture_output=True, text=True)
+    if "cannot find" in built.stderr:
+        pytest.skip("this compiler has no sanitizers")
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([to], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.returncode) == ("all calls are right", 0), done.stderr[-2000:]
+
+
 def test_without_a_compiler_the_reason_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

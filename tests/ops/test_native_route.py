@@ -223,12 +223,14 @@ class Watched(Tensor):
 
 def test_other_calls_run_other_kernels() -> None:
     x, embedding = torch.randn(3, 4), torch.randn(5, 4)
-    wide = torch.randn(native.MOST // 20 + 1, 4)
+    many = torch.randn(native.MOST // 20 + 1, 4)
+    few = torch.randn(native.MOST_WITH_GRADIENT // 20 + 1, 4)
     assert kernel_of(ScaledTokens(x), embedding, top_k=1) == "native"
     assert kernel_of(ScaledTokens(x), embedding.clone().requires_grad_()) == "native"
     others = [
         ScaledTokens(x[:0]),
-        ScaledTokens(wide),
+        ScaledTokens(many),
+        ScaledTokens(few.requires_grad_()),
         ScaledTokens(x.bfloat16()),
         ScaledTokens(torch.randn(4, 3).T),
         ScaledTokens(x, product=2 * x),
@@ -237,6 +239,9 @@ def test_other_calls_run_other_kernels() -> None:
     ]
     for one in others:
         assert kernel_of(one, embedding) != "native"
+    assert kernel_of(ScaledTokens(few.detach()), embedding) == "native"
+    wide = torch.randn(1, native.MOST_WEIGHTS // 5 + 1)
+    assert kernel_of(ScaledTokens(wide), wide.repeat(5, 1)) == "cpu"
     assert kernel_of(ScaledTokens(x), embedding, noise=torch.randn(3, 5)) == "torch"
     assert kernel_of(ScaledTokens(x), embedding, token_mask=torch.ones(3).bool()) == "torch"
     with torch.autocast("cpu", torch.bfloat16):

@@ -28,7 +28,7 @@ SOURCES = Path(__file__).parent / "source"
 # threads: those of a second OpenMP runtime would compete with torch's.
 OPTIONS = (
     *("-std=c11", "-O3", "-fPIC", "-shared", "-fopenmp-simd", "-fno-math-errno"),
-    *("-fno-trapping-math", "-ffp-contract=fast", "-march=native"),
+    *("-fno-trapping-math", "-ffp-contract=fast", "-march=native", "-Wno-psabi"),
 )
 _COMPILERS = ("cc", "gcc", "clang")
 _SECONDS = 120  # a compiler that takes longer counts as missing

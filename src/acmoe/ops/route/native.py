@@ -20,7 +20,9 @@ from acmoe.ops.once import apply
 from acmoe.ops.route.reference import Route, check_route, route
 from acmoe.ops.route.tokens import ScaledTokens, rows_of
 
-MOST = 2**21  # products T * E * D up to which one thread takes less time than torch's calls
+# One thread takes less time than torch's calls up to these numbers of products T * E * D, without
+# gradients and with them, and up to this number of weights E * D: it packs them in each call.
+MOST, MOST_WITH_GRADIENT, MOST_WEIGHTS = 2**21, 2**20, 2**15
 
 
 class Settings(NamedTuple):
@@ -55,11 +57,15 @@ def unsupported(
         return "it has no gradient for the scale"
     if cluster_T is not None and (cluster_T.dtype != torch.int64 or not cluster_T.is_contiguous()):
         return "it takes contiguous int64 clusters"
-    if records_gradient(x, embedding, bias) and any(
-        [one is not None and one.is_inference() for one in (x, embedding, scale_CD, cluster_T)]
-    ):
-        return "its backward would read tensors of the inference mode"
-    return unsupported_size(x.numel() * embedding.shape[0], MOST, "products")
+    most = MOST
+    if records_gradient(x, embedding, bias):
+        most = MOST_WITH_GRADIENT
+        read = (x, embedding, scale_CD, cluster_T)
+        if any([one is not None and one.is_inference() for one in read]):
+            return "its backward would read tensors of the inference mode"
+    if embedding.numel() > MOST_WEIGHTS:
+        return f"it takes up to {MOST_WEIGHTS:,} weights"
+    return unsupported_size(x.numel() * embedding.shape[0], most, "products")
 
 
 def route_in_c(

@@ -1,0 +1,97 @@
+/* Call every C kernel with random sizes, for the sanitizers: test_native_build.py compiles and runs
+   it. Numbers are tested elsewhere. */
+
+#include <stdio.h>
+
+#include "acmoe.h"
+
+int acmoe_route(const float *, const float *, const int64_t *, const float *, const float *, int64_t,
+                int64_t, int64_t, int64_t, int64_t, int, double, double, float *, int64_t *, float *,
+                int64_t *, float *, float *, float *);
+int acmoe_route_backward(const float *, const float *, const int64_t *, const float *, int64_t, int64_t,
+                         int64_t, int64_t, int, double, double, const float *, const int64_t *,
+                         const float *, const float *, const float *, const float *, const float *,
+                         const float *, const float *, float *, float *, float *);
+int acmoe_statistics(const float *, const int64_t *, int64_t, int64_t, int64_t, int, float *, float *,
+                     float *, float *, int64_t, float *, double, double, int64_t);
+int acmoe_sort_rows(const int64_t *, int64_t, int64_t, int64_t *, int64_t *, int64_t *, int64_t *);
+int acmoe_rows_times_weights(const float *, const int64_t *, int64_t, const int64_t *, const float *,
+                             const float *, int64_t, int64_t, int64_t, int, float *);
+int acmoe_combine(const float *, const int64_t *, const float *, int64_t, int64_t, int64_t, float *);
+
+static uint64_t state = 88172645463325252ull;
+static void *memory[64];
+static int used = 0;
+
+static int64_t draw(int64_t least, int64_t most) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return least + (int64_t)(state % (uint64_t)(most - least + 1));
+}
+
+static void *room(int64_t bytes) { return memory[used++] = malloc((size_t)bytes); }
+
+/* Return random floats between -1 and 1. */
+static float *floats(int64_t number) {
+    float *found = room(number * 4);
+    for (int64_t i = 0; i < number; i++) found[i] = (float)draw(-1000, 1000) / 1000.0f;
+    return found;
+}
+
+static int64_t *ids(int64_t number, int64_t least, int64_t most) {
+    int64_t *found = room(number * 8);
+    for (int64_t i = 0; i < number; i++) found[i] = draw(least, most);
+    return found;
+}
+
+static int call(int round) {
+    const int64_t T = draw(1, round % 7 ? 40 : 600), D = draw(1, 70), E = draw(1, 24);
+    const int64_t K = draw(1, E), H = draw(1, 40), N = T * K;
+    const int scaled = round & 1, biased = round & 2, selected = round & 4;
+    float *x = floats(T * D), *weight = floats(E * D), *bias = floats(E), *scale = floats(E * D);
+    for (int64_t i = 0; i < E * D; i++) scale[i] = fabsf(scale[i]) + 0.1f;
+    int64_t *cluster = ids(T, -1, E - 1), *choice = room(N * 8), *first = room(T * 8);
+    float *affinity = room(T * E * 4), *gate = room(N * 4), *sums = room(E * 4), *load = room(E * 4);
+    float balance, half = 0.5f;
+    int bad = acmoe_route(x, scaled ? scale : NULL, scaled ? cluster : NULL, weight,
+                          biased ? bias : NULL, T, D, E, E, K, selected, 0.7, 0.1, affinity, choice,
+                          gate, first, sums, load, &balance);
+    float *grad_x = room(T * D * 4), *grad_weight = room(E * D * 4), *grad_bias = room(E * 4);
+    bad |= acmoe_route_backward(x, scaled ? scale : NULL, scaled ? cluster : NULL, weight, T, D, E, K,
+                                selected, 0.7, 0.1, affinity, choice, gate, load,
+                                round % 3 ? floats(N) : NULL, round % 5 ? floats(T * E) : NULL,
+                                round % 11 ? floats(E) : NULL, round % 13 ? &half : NULL,
+                                biased ? floats(T * D) : NULL, round % 17 ? grad_x : NULL, grad_weight,
+                                biased ? grad_bias : NULL);
+    cluster = ids(T, 0, E - 1);
+    float *spread = room(E * D * 4), *number = room(E * 4), *found = room(E * D * 4);
+    bad |= acmoe_statistics(x, cluster, T, D, E, round % 3, spread, number, scaled ? floats(E * D) : NULL,
+                            scaled ? sums : NULL, 2, biased ? found : NULL, 1e-3, 0.0, 2);
+    int64_t *permutation = room(N * 8), *inverse = room(N * 8), *ends = room(E * 8);
+    bad |= acmoe_sort_rows(choice, N, E, permutation, inverse, ends, room(N * 8));
+    float *hidden = room(N * H * 4), *rows = room(N * D * 4), *out = room(T * D * 4);
+    bad |= acmoe_rows_times_weights(x, permutation, K, ends, floats(E * H * D),
+                                    biased ? floats(E * H) : NULL, E, D, H, scaled, hidden);
+    bad |= acmoe_rows_times_weights(hidden, NULL, K, ends, floats(E * D * H), NULL, E, H, D, 0, rows);
+    bad |= acmoe_combine(rows, inverse, gate, T, K, D, out);
+    /* Ids that do not exist are refused before they are used. */
+    cluster[T - 1] = E;
+    bad |= !acmoe_statistics(x, cluster, T, D, E, 0, spread, number, NULL, NULL, 2, NULL, 0, 0, 2);
+    bad |= !acmoe_route(x, scale, cluster, weight, NULL, T, D, E, E, K, 1, 1, 1, affinity, choice, gate,
+                        first, NULL, NULL, NULL);
+    choice[N - 1] = -1;
+    bad |= !acmoe_sort_rows(choice, N, E, permutation, inverse, ends, inverse);
+    x[T * D - 1] = NAN;
+    bad |= !acmoe_route(x, NULL, NULL, weight, NULL, T, D, E, E, K, 1, 1, 1, affinity, choice, gate,
+                        first, NULL, NULL, NULL);
+    while (used > 0) free(memory[--used]);
+    return bad;
+}
+
+int main(void) {
+    int bad = 0;
+    for (int round = 0; round < 500; round++) bad |= call(round);
+    puts(bad ? "a call was not served, or served what it must refuse" : "all calls are right");
+    return bad;
+}
