@@ -16,7 +16,7 @@ int acmoe_statistics(const float *, const int64_t *, int64_t, int64_t, int64_t, 
                      float *, float *, int64_t, float *, double, double, int64_t);
 int acmoe_sort_rows(const int64_t *, int64_t, int64_t, int64_t *, int64_t *, int64_t *, int64_t *);
 int acmoe_rows_times_weights(const float *, const int64_t *, int64_t, const int64_t *, const float *,
-                             const float *, int64_t, int64_t, int64_t, int, float *);
+                             const float *, int64_t, int64_t, int64_t, int64_t, int, float *);
 int acmoe_combine(const float *, const int64_t *, const float *, int64_t, int64_t, int64_t, float *);
 
 static uint64_t state = 88172645463325252ull;
@@ -72,14 +72,21 @@ static int call(int round) {
     bad |= acmoe_sort_rows(choice, N, E, permutation, inverse, ends, room(N * 8));
     float *hidden = room(N * H * 4), *rows = room(N * D * 4), *out = room(T * D * 4);
     bad |= acmoe_rows_times_weights(x, permutation, K, ends, floats(E * H * D),
-                                    biased ? floats(E * H) : NULL, E, D, H, scaled, hidden);
-    bad |= acmoe_rows_times_weights(hidden, NULL, K, ends, floats(E * D * H), NULL, E, H, D, 0, rows);
+                                    biased ? floats(E * H) : NULL, N, E, D, H, scaled, hidden);
+    bad |= acmoe_rows_times_weights(hidden, NULL, K, ends, floats(E * D * H), NULL, N, E, H, D, 0,
+                                    rows);
     bad |= acmoe_combine(rows, inverse, gate, T, K, D, out);
     /* Ids that do not exist are refused before they are used. */
     cluster[T - 1] = E;
     bad |= !acmoe_statistics(x, cluster, T, D, E, 0, spread, number, NULL, NULL, 2, NULL, 0, 0, 2);
     bad |= !acmoe_route(x, scale, cluster, weight, NULL, T, D, E, E, K, 1, 1, 1, affinity, choice, gate,
                         first, NULL, NULL, NULL);
+    inverse[0] = N;
+    bad |= !acmoe_combine(rows, inverse, gate, T, K, D, out);
+    permutation[0] = -1;
+    bad |= !acmoe_rows_times_weights(x, permutation, K, ends, x, NULL, N, E, D, H, 0, hidden);
+    ends[E - 1] += 1;
+    bad |= !acmoe_rows_times_weights(x, NULL, K, ends, x, NULL, N, E, D, H, 0, hidden);
     choice[N - 1] = -1;
     bad |= !acmoe_sort_rows(choice, N, E, permutation, inverse, ends, inverse);
     x[T * D - 1] = NAN;

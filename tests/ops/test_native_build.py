@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,14 @@ def test_a_folder_that_cannot_be_written_costs_the_next_process_a_build(
 
 
 @needs_compiler
+def test_two_threads_may_build_at_once(own_cache: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: build(), range(4)))
+    assert all(one.acmoe_sort_rows for one in found)
+    assert [path.suffix for path in own_cache.iterdir()] == [".so"]
+
+
+@needs_compiler
 def test_two_processes_may_build_at_once(own_cache: Path) -> None:
     code = "from acmoe.ops.native.build import build; print(build().acmoe_sort_rows is not None)"
     both = [
@@ -165,6 +174,45 @@ def test_a_compiler_that_writes_no_library_is_no_error_of_the_layer(
 ) -> None:
     monkeypatch.setenv("CC", program(tmp_path / "cc", "exit 0"))
     assert "no library" in (library.Functions().reason or "")
+
+
+def test_nothing_that_fails_keeps_a_layer_from_running(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", 'gcc "')
+    assert "CC='gcc \"' is no command" in (library.Functions().reason or "")
+    monkeypatch.delenv("CC")
+    empty = ctypes.CDLL(None)  # a library without our functions
+    monkeypatch.setattr(library, "build", lambda: empty)
+    assert "acmoe_" in (library.Functions().reason or "")
+
+    def refuse() -> ctypes.CDLL:
+        raise FileNotFoundError("no usable temporary folder")
+
+    monkeypatch.setattr(library, "build", refuse)
+    assert library.Functions().reason == "no usable temporary folder"
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_read_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", "acmoe"):
+        assert build_without_looking(monkeypatch).acmoe_sort_rows
+    assert "another user's" in caplog.text
+
+
+def build_without_looking(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """Build with a cache folder that nobody may look into."""
+    exists = os.path.exists
+
+    def refused(path: Path) -> bool:
+        if path.parent.name == "native":
+            raise PermissionError(f"{path} is another user's")
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", refused)
+    return build()
 
 
 def test_an_option_leaves_them_out(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:

@@ -6,6 +6,7 @@ T tokens, D features, E experts, K experts per token.
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -215,6 +216,58 @@ def test_many_gradients_at_once_and_missing_ones() -> None:
     torch.testing.assert_close(batched, torch.stack(one))
     (alone,) = torch.autograd.grad(found.x.sum(), x)  # nobody reads gates and affinities
     assert torch.equal(alone, torch.ones_like(x))
+
+
+def test_gradients_inside_transforms_and_of_dual_numbers() -> None:
+    tokens, embedding, _ = case(3, 8, 5, 4, scaled=True, bias=False)
+    x = tokens.x.clone().requires_grad_()
+    found = route(tokens._replace(x=x), embedding, None, **OPTIONS)
+
+    def pulled(upstream: Tensor) -> Tensor:
+        return torch.autograd.grad(found.gate, x, upstream, retain_graph=True)[0]
+
+    upstream = torch.randn(4, *found.gate.shape)
+    one_by_one = torch.stack([pulled(one) for one in upstream])
+    torch.testing.assert_close(torch.func.vmap(pulled)(upstream), one_by_one)
+    _, tangent = torch.func.jvp(pulled, (upstream[0],), (upstream[1],))
+    torch.testing.assert_close(tangent, one_by_one[1])  # it is linear
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_only_what_a_gradient_reads_must_stay_as_it_is(frozen: bool) -> None:
+    embedding = torch.randn(5, 8).requires_grad_(not frozen)
+    begin = torch.randn(4, 8, requires_grad=True)
+    x = begin * 2
+    found = route(ScaledTokens(x), embedding, None, **OPTIONS)
+    assert (found.x is x) == frozen
+    x += 1  # as an in-place residual
+    if frozen:
+        (found.gate[:, 0].sum() + x.sum()).backward()
+        assert begin.grad is not None and begin.grad.abs().max() > 0
+    else:
+        with pytest.raises(RuntimeError, match="inplace"):
+            found.gate[:, 0].sum().backward()
+    fixed = torch.randn(4, 8)
+    trained = route(ScaledTokens(fixed), embedding.detach().requires_grad_(), None, **OPTIONS)
+    assert trained.x is fixed and trained.gate.requires_grad
+
+
+def test_whole_numbers_of_numpy_and_views_with_a_sign_are_taken() -> None:
+    torch.manual_seed(0)
+    moe = MoE(dim=8, hidden=4, num_experts=5, top_k=np.int64(2)).eval()
+    x = torch.randn(6, 8)
+    with torch.no_grad():
+        wanted = moe(x)[0]
+        torch.testing.assert_close(moe(torch._neg_view(-x))[0], wanted)
+    assert moe(x)[0].requires_grad
+
+
+def test_a_bias_of_another_size_is_none_of_its_business() -> None:
+    x, embedding = torch.randn(5, 8), torch.randn(8, 8)
+    with pytest.raises(RuntimeError, match="size"):
+        route(ScaledTokens(x), embedding, torch.randn(3), **OPTIONS)
+    found = route(ScaledTokens(x), embedding, torch.tensor([2.0]), **OPTIONS)
+    torch.testing.assert_close(found.affinity, x @ embedding.T + 2)
 
 
 class Watched(Tensor):

@@ -126,6 +126,35 @@ def test_other_calls_run_other_kernels() -> None:
     assert kernel_of(*wide) == "cpu"
 
 
+def test_sizes_that_do_not_fit_are_left_to_torch() -> None:
+    x, weights, rows, gate = call(bias=True)
+    wide, biases = torch.randn(6, 7), (weights.up_bias, torch.randn(4, 9))
+    for other in (
+        (wide, weights, rows, gate),
+        (x[:3], weights, rows, gate),
+        (x, weights, rows, gate[:, :1].contiguous()),
+        (x, ExpertWeights(weights.up, weights.down, *biases), rows, gate),
+        (x, weights._replace(down=weights.down[:, :, :2].contiguous()), rows, gate),
+        (x, weights, rows._replace(permutation=rows.permutation.int()), gate),
+        (x, weights, rows._replace(offsets=rows.offsets[:2]), gate),
+    ):
+        reasons = expert_mlp.reasons(*other, activation="relu", complete=True)
+        assert reasons["native"] in (
+            "tokens, weights, rows and gates do not fit each other",
+            "it takes contiguous int64 ids",
+        )
+
+
+def test_rows_that_do_not_exist_are_left_to_torch() -> None:
+    x, weights, rows, gate = call()
+    beyond = rows._replace(permutation=rows.permutation + 4)
+    with pytest.raises((IndexError, RuntimeError)):
+        expert_mlp(x, weights, beyond, gate, activation="relu", complete=True)
+    with pytest.raises((IndexError, RuntimeError)):
+        outside = rows._replace(inverse=rows.inverse + 4)
+        expert_mlp(x, weights, outside, gate, activation="relu", complete=True)
+
+
 @given(
     rows=st.integers(1, 50), experts=st.integers(1, 9), none=st.booleans(), seed=st.integers(0, 99)
 )

@@ -53,17 +53,20 @@ def build() -> ctypes.CDLL:
         raise BuildError("ACMOE_NATIVE=never", expected=True)
     compiler = find_compiler()
     path = folder() / f"{identity(compiler)}.so"
-    if path.exists():
-        try:
+    try:
+        if path.exists():
             return ctypes.CDLL(str(path))
-        except OSError as error:
-            _log.warning("%s cannot be loaded (%s); it is compiled again", path, error)
+    except OSError as error:
+        _log.warning("%s cannot be loaded (%s); it is compiled again", path, error)
     return _compiled(compiler, path)
 
 
 def find_compiler() -> list[str]:
     """Return the command of the C compiler: that of $CC, or the first on the path."""
-    given = shlex.split(os.environ.get("CC", ""))
+    try:
+        given = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise BuildError(f"CC={os.environ['CC']!r} is no command: {error}") from error
     for command in [given] if given else [[name] for name in _COMPILERS]:
         found = shutil.which(command[0])
         if found is not None:
@@ -75,8 +78,9 @@ def find_compiler() -> list[str]:
 
 def folder() -> Path:
     """Return the folder of compiled libraries, which need not exist."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "acmoe" / "native"
+    base = os.environ.get("XDG_CACHE_HOME")
+    # A user without a home folder gets one that cannot be written.
+    return Path(base or os.path.expanduser("~/.cache")) / "acmoe" / "native"
 
 
 def identity(compiler: list[str]) -> str:
@@ -97,7 +101,7 @@ def _instructions() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    flags = [line for line in lines if line.startswith(("flags", "Features"))]
+    flags = [line for line in lines if line.lower().startswith(("flags", "features", "cpu\t"))]
     return "\n".join([torch.backends.cpu.get_cpu_capability(), platform.processor(), *flags[:1]])
 
 
@@ -130,13 +134,18 @@ def _run_compiler(compiler: list[str], to: Path) -> None:
 
 def _keep(draft: Path, path: Path) -> Path:
     """Move the draft to `path` in one step; return where the library is."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(handle)
         shutil.copyfile(draft, beside)
         os.replace(beside, path)
     except OSError as error:
-        _log.warning("the C kernels are not kept for the next process: %s", error)
+        _log.warning(
+            "the C kernels are not kept for the next process: %s; set XDG_CACHE_HOME to a folder "
+            "that can be written",
+            error,
+        )
         return draft
     return path
 

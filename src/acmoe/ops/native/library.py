@@ -1,8 +1,8 @@
 """The functions of the C sources, with their signatures, and when they may serve a call."""
 
 import ctypes
-import functools
 import logging
+import threading
 from collections.abc import Callable
 
 import torch
@@ -19,7 +19,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "sort_rows": (_P, _I, _I, _P, _P, _P, _P),
     "route": (*[_P] * 5, *[_I] * 5, ctypes.c_int, _F, _F, *[_P] * 7),
     "route_backward": (*[_P] * 4, *[_I] * 4, ctypes.c_int, _F, _F, *[_P] * 12),
-    "rows_times_weights": (_P, _P, _I, _P, _P, _P, _I, _I, _I, ctypes.c_int, _P),
+    "rows_times_weights": (_P, _P, _I, _P, _P, _P, _I, _I, _I, _I, ctypes.c_int, _P),
     "combine": (_P, _P, _P, _I, _I, _I, _P),
 }
 
@@ -32,16 +32,20 @@ class Functions:
         self._found: dict[str, Callable[..., int]] = {}
         try:
             library = build()
-        except BuildError as error:
+            for name, types in _SIGNATURES.items():
+                function = getattr(library, f"acmoe_{name}")
+                function.argtypes = types
+                function.restype = ctypes.c_int
+                self._found[name] = function
+        # Whatever fails here, a layer must run: other kernels serve.
+        except (BuildError, OSError, RuntimeError, ValueError, AttributeError) as error:
             self.reason = str(error)
-            level = logging.INFO if error.expected else logging.WARNING
-            log_once(f"the C kernels of small calls on a CPU do not run: {error}", level)
-            return
-        for name, types in _SIGNATURES.items():
-            function = getattr(library, f"acmoe_{name}")
-            function.argtypes = types
-            function.restype = ctypes.c_int
-            self._found[name] = function
+            expected = isinstance(error, BuildError) and error.expected
+            log_once(
+                f"small calls on a CPU run without their C kernels, which is slower: {error} "
+                "(install a C compiler or name one in CC; ACMOE_NATIVE=never looks for none)",
+                logging.INFO if expected else logging.WARNING,
+            )
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if name not in _SIGNATURES:
@@ -49,10 +53,17 @@ class Functions:
         return self._found[name]
 
 
-@functools.cache
+_lock = threading.Lock()
+_made: list[Functions] = []
+
+
 def functions() -> Functions:
     """Return the functions; the first call on a machine compiles them, which takes seconds."""
-    return Functions()
+    if not _made:
+        with _lock:
+            if not _made:
+                _made.append(Functions())
+    return _made[0]
 
 
 def unsupported(*tensors: Tensor | None) -> str | None:
@@ -69,9 +80,21 @@ def unsupported(*tensors: Tensor | None) -> str | None:
             return "it is for CPUs"
         if one.dtype != torch.float32:
             return "it takes float32"
-        if not one.is_contiguous() or one.numel() == 0:
+        if not one.is_contiguous() or one.is_neg() or one.numel() == 0:
             return "it takes contiguous tensors that are not empty"
     return "under autocast its products would be narrow" if is_autocast_enabled("cpu") else None
+
+
+def unsupported_ids(*tensors: Tensor | None) -> str | None:
+    """Return the reason why C functions cannot read these int64 tensors, or None."""
+    for one in tensors:
+        if one is None:
+            continue
+        if type(one) is not Tensor or not one.is_cpu:
+            return "it takes ids on a CPU"
+        if one.dtype != torch.int64 or not one.is_contiguous():
+            return "it takes contiguous int64 ids"
+    return None
 
 
 def missing() -> str | None:

@@ -12,9 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import eager
+from acmoe.ops.dispatch import eager, transforming
 from acmoe.ops.grad_mode import records_gradient
-from acmoe.ops.native.library import SERVED, functions, pointer, unsupported_size
+from acmoe.ops.native.library import (
+    SERVED,
+    functions,
+    pointer,
+    unsupported_ids,
+    unsupported_size,
+)
 from acmoe.ops.native.library import unsupported as not_native
 from acmoe.ops.once import apply
 from acmoe.ops.route.reference import Route, check_route, route
@@ -34,9 +40,10 @@ class Settings(NamedTuple):
     balance_weight: float | None
 
     @property
-    def numbers(self) -> tuple[int, float, float]:
+    def numbers(self) -> tuple[bool, float, float]:
         """The arguments `over_selected`, `temperature` and `weight` of the C functions."""
-        return self.over_selected, self.temperature or 1.0, self.balance_weight or 0.0
+        weight = float(self.balance_weight or 0.0)
+        return bool(self.over_selected), float(self.temperature or 1.0), weight
 
 
 def unsupported(
@@ -55,8 +62,11 @@ def unsupported(
         return "it takes tokens without mask, noise and product"
     if records_gradient(scale_CD):
         return "it has no gradient for the scale"
-    if cluster_T is not None and (cluster_T.dtype != torch.int64 or not cluster_T.is_contiguous()):
-        return "it takes contiguous int64 clusters"
+    reason = unsupported_ids(cluster_T)
+    if reason is not None:
+        return reason
+    if bias is not None and bias.shape != embedding.shape[:1]:
+        return "it takes one bias for each expert"
     most = MOST
     if records_gradient(x, embedding, bias):
         most = MOST_WITH_GRADIENT
@@ -91,7 +101,7 @@ def route_in_c(
     if records_gradient(tokens.x, embedding, bias):
         learned = tokens.x, embedding, bias
         gate, affinity, sums, balance, x = apply(_Router, *learned, tokens, settings, found)
-        rest = found.first, x, sums, found.load, balance
+        rest = found.first, tokens.x if x is None else x, sums, found.load, balance
         found = Route(found.expert_ids, gate, affinity, affinity, *rest)
     return found if found.balance is None else found._replace(gate_sum=None, load=None)
 
@@ -113,7 +123,7 @@ def _forward(
     (E, D), K = embedding.shape, settings.top_k
     T = x.numel() // D
     affinity_TE, gate_TK = x.new_empty(T, E), x.new_empty(T, K)
-    ids_TK, first_T = torch.empty(T, K, dtype=torch.int64), torch.empty(T, dtype=torch.int64)
+    ids_TK, first_T = x.new_empty(T, K, dtype=torch.int64), x.new_empty(T, dtype=torch.int64)
     sums_E = load_E = balance = None
     if settings.temperature is not None:
         sums_E, load_E = x.new_empty(E), x.new_empty(E)
@@ -132,86 +142,118 @@ def _forward(
 
 
 class _Router(torch.autograd.Function):
-    """Return gates, affinities, gate sum or None, balance loss or None, and x, with gradients.
+    """Return gates, affinities, gate sum, balance loss and x, with gradients; None for some.
 
     Layers after the router read this x, so that the backward adds their gradient in its own pass.
+    It is None if x has no gradient, or if no embedding is trained: then nothing here reads x in the
+    backward, and others may change x in place.
     """
 
     @staticmethod
     def forward(ctx, x, embedding, bias, tokens, settings, found):  # type: ignore[no-untyped-def]
+        needs_x, needs_embedding, _ = ctx.needs_input_grad[:3]
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            *(x, embedding, bias, tokens.scale, tokens.assignment),
+            x if needs_embedding else None,
+            embedding if needs_x else None,
+            *(tokens.scale, tokens.assignment),
             *(found.expert_ids, found.gate, found.affinity, found.load),
         )
+        ctx.shape = x.shape
         sums = found.gate_sum if found.balance is None else None
-        return found.gate, found.affinity, sums, found.balance, x
+        passed = x if needs_x and needs_embedding else None
+        return found.gate, found.affinity, sums, found.balance, passed
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         saved = ctx.saved_tensors
-        if not eager(*saved, *grads) or torch.is_grad_enabled() or any(map(_batched, grads)):
-            return *_in_torch(saved, ctx.settings, grads), *[None] * 3
-        return *_backward(saved, ctx.settings, ctx.needs_input_grad, grads), *[None] * 3
+        plain = eager(*saved, *grads) and not transforming() and not torch.is_grad_enabled()
+        # One of many gradients (`is_grads_batched`) has no memory.
+        run = _backward if plain and not any(map(_batched, grads)) else _in_torch
+        return *run(saved, ctx.shape, ctx.settings, ctx.needs_input_grad, grads), *[None] * 3
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _backward(
     saved: tuple[Any, ...],
+    shape: torch.Size,
     settings: Settings,
     needed: tuple[bool, ...],
     grads: tuple[Tensor | None, ...],
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, embedding and bias."""
-    x, embedding, bias, scale_CD, cluster_T, ids_TK, gate_TK, affinity_TE, load_E = saved
+) -> Gradients:
+    """Return the gradients of x, which has this shape, of the embedding and of the bias."""
+    x, embedding, scale_CD, cluster_T, ids_TK, gate_TK, affinity_TE, load_E = saved
     of_gate, of_affinity, of_sum, of_balance, of_x = [
-        one if one is None else one.contiguous() for one in grads
+        one if one is None else one.resolve_neg().contiguous() for one in grads
     ]
-    (E, D), K = embedding.shape, settings.top_k
-    grad_x = torch.empty_like(x) if needed[0] else None
-    grad_embedding = torch.empty_like(embedding)
-    grad_bias = torch.empty_like(bias) if bias is not None and needed[2] else None
+    (T, E), K, D = affinity_TE.shape, settings.top_k, shape[-1]
+    grad_x = affinity_TE.new_empty(shape) if needed[0] else None
+    grad_embedding = affinity_TE.new_empty(E, D) if needed[1] else None
+    grad_bias = affinity_TE.new_empty(E) if needed[2] else None
     code = functions().route_backward(
-        *(x.data_ptr(), pointer(scale_CD), pointer(cluster_T), embedding.data_ptr()),
-        *(x.numel() // D, D, E, K, *settings.numbers, affinity_TE.data_ptr(), ids_TK.data_ptr()),
+        *(pointer(x), pointer(scale_CD), pointer(cluster_T), pointer(embedding)),
+        *(T, D, E, K, *settings.numbers, affinity_TE.data_ptr(), ids_TK.data_ptr()),
         *(gate_TK.data_ptr(), pointer(load_E), pointer(of_gate), pointer(of_affinity)),
         *(pointer(of_sum), pointer(of_balance), pointer(of_x), pointer(grad_x)),
-        *(grad_embedding.data_ptr(), pointer(grad_bias)),
+        *(pointer(grad_embedding), pointer(grad_bias)),
     )
     if code != SERVED:
         raise MemoryError("no memory for the gradients of the router")
-    return grad_x, grad_embedding if needed[1] else None, grad_bias
+    return grad_x, grad_embedding, grad_bias
 
 
 def _in_torch(
-    saved: tuple[Any, ...], settings: Settings, grads: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
+    saved: tuple[Any, ...],
+    shape: torch.Size,
+    settings: Settings,
+    needed: tuple[bool, ...],
+    grads: tuple[Tensor | None, ...],
+) -> Gradients:
     """Compute `_backward` in PyTorch, for those who trace, batch or differentiate it."""
-    x, embedding, bias, scale_CD, cluster_T, ids_TK, gate_TK, affinity_TE, load_E = saved
-    of_gate, of_affinity, of_sum, of_balance, of_x = grads
+    x, embedding, scale_CD, cluster_T, ids_TK, gate_TK, affinity_TE, load_E = saved
+    of_x = grads[4]
+    change_TE = _affinity_gradient(ids_TK, gate_TK, affinity_TE, load_E, settings, grads)
+    scale_TD = None if scale_CD is None else rows_of(scale_CD, cluster_T)
+    grad_x = grad_embedding = None
+    if embedding is not None:
+        grad_TD = change_TE @ embedding
+        grad_TD = grad_TD if scale_TD is None else grad_TD * scale_TD
+        grad_x = grad_TD.reshape(shape) if of_x is None else grad_TD.reshape(shape) + of_x
+    if x is not None:
+        x_TD = x.reshape(-1, shape[-1])
+        grad_embedding = change_TE.mT @ (x_TD if scale_TD is None else x_TD * scale_TD)
+    return grad_x, grad_embedding, change_TE.sum(-2) if needed[2] else None
+
+
+def _affinity_gradient(
+    ids_TK: Tensor,
+    gate_TK: Tensor,
+    affinity_TE: Tensor,
+    load_E: Tensor | None,
+    settings: Settings,
+    grads: tuple[Tensor | None, ...],
+) -> Tensor:
+    """Return the gradient (T, E) of the affinities."""
+    of_gate, of_affinity, of_sum, of_balance = grads[:4]
     change_TE = torch.zeros_like(affinity_TE) if of_affinity is None else of_affinity
-    if of_balance is not None:
+    if of_balance is not None and load_E is not None:
         weight = settings.numbers[2] / len(gate_TK)
         of_sum = of_balance * weight * len(load_E) * load_E / load_E.sum()
     if of_sum is not None:
-        temperature = settings.temperature or 1.0
+        temperature = settings.numbers[1]
         all_TE = (affinity_TE / temperature).softmax(-1)
         change_TE = change_TE + _through_softmax(all_TE, of_sum) / temperature
-    if of_gate is not None:
-        chosen_TKE = torch.nn.functional.one_hot(ids_TK, len(embedding)).to(affinity_TE.dtype)
-        if settings.over_selected:
-            of_chosen_TK = _through_softmax(gate_TK, of_gate)
-            change_TE = change_TE + (of_chosen_TK[..., None] * chosen_TKE).sum(-2)
-        else:
-            of_all_TE = (of_gate[..., None] * chosen_TKE).sum(-2)
-            change_TE = change_TE + _through_softmax(affinity_TE.softmax(-1), of_all_TE)
-    x_TD = x.reshape(affinity_TE.shape[0], -1)
-    of_x_TD = change_TE @ embedding
-    if scale_CD is not None:
-        scale_TD = rows_of(scale_CD, cluster_T)
-        x_TD, of_x_TD = x_TD * scale_TD, of_x_TD * scale_TD
-    grad_x = of_x_TD.reshape(x.shape) if of_x is None else of_x_TD.reshape(x.shape) + of_x
-    return grad_x, change_TE.mT @ x_TD, None if bias is None else change_TE.sum(-2)
+    if of_gate is None:
+        return change_TE
+    chosen_TKE = torch.nn.functional.one_hot(ids_TK, affinity_TE.shape[1]).to(affinity_TE.dtype)
+    if settings.over_selected:
+        of_chosen_TK = _through_softmax(gate_TK, of_gate)
+        return change_TE + (of_chosen_TK[..., None] * chosen_TKE).sum(-2)
+    of_all_TE = (of_gate[..., None] * chosen_TKE).sum(-2)
+    return change_TE + _through_softmax(affinity_TE.softmax(-1), of_all_TE)
 
 
 def _through_softmax(gate: Tensor, of_gate: Tensor) -> Tensor:

@@ -9,7 +9,13 @@ T tokens, D features, C clusters.
 import torch
 from torch import Tensor
 
-from acmoe.ops.native.library import SERVED, functions, pointer, unsupported_size
+from acmoe.ops.native.library import (
+    SERVED,
+    functions,
+    pointer,
+    unsupported_ids,
+    unsupported_size,
+)
 from acmoe.ops.native.library import unsupported as not_native
 from acmoe.ops.statistics import cpu
 from acmoe.ops.statistics.scale import ScaleOptions
@@ -21,9 +27,8 @@ Pending = tuple[Tensor, Tensor, int]  # arguments `mean_CX`, `count_C` and `leas
 
 def unsupported(x: Tensor, assignment: Tensor) -> str | None:
     """Return the reason why the C functions cannot read these tokens, or None."""
-    if not assignment.is_contiguous():
-        return "it takes contiguous clusters"
-    return not_native(x) or unsupported_size(x.numel(), MOST, "numbers")
+    reason = not_native(x) or unsupported_ids(assignment)
+    return reason or unsupported_size(x.numel(), MOST, "numbers")
 
 
 def measured_dispersion(

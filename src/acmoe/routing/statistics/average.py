@@ -9,7 +9,7 @@ D features, C clusters.
 """
 
 import logging
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,14 +24,6 @@ from acmoe.ops.statistics.scale import ScaleOptions, scale_of
 from acmoe.routing.statistics.step import StepStatistics
 
 
-class Kept(NamedTuple):
-    """A scale that several forwards return."""
-
-    scale: Tensor
-    changes: int  # its version: somebody may write to it
-    version: tuple[object, ...]  # that of the average
-
-
 class RunningAverage(StepStatistics):
     """The dispersion of each cluster, averaged over optimizer steps, and its scale."""
 
@@ -42,7 +34,7 @@ class RunningAverage(StepStatistics):
     last_count: Tensor
     running_scale: Tensor
     checked: tuple[object, ...] = ()  # the average that `warn_if_empty` looked at
-    kept: "Kept | None" = None  # the scale that evaluation forwards on a CPU share
+    looked: tuple[object, ...] = ()  # the version of the average that an evaluation looked at
 
     def __init__(self, config: AdaptiveConfig, *, num_clusters: int, dim: int) -> None:
         super().__init__()
@@ -67,8 +59,8 @@ class RunningAverage(StepStatistics):
         """
         super().__setstate__(state)
         self.__dict__.setdefault("measure", self.config.measure)  # pickles of earlier versions
-        self.scaled_from = self.kept = None
-        self.checked = ()
+        self.scaled_from = None
+        self.checked = self.looked = ()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -141,26 +133,15 @@ class RunningAverage(StepStatistics):
             self.scaled_from, self.scaled_version = dispersion, version
         return self.running_scale
 
-    def kept_scale(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the scale of `keep_scale`, unless it or what it was computed from has changed."""
-        if torch.compiler.is_compiling():  # it would guard what is kept
-            return None
-        kept = self.kept
-        if kept is None or self.scaled_from is not self.dispersion or kept.scale.dtype != dtype:
-            return None
-        if kept.changes != kept.scale._version or kept.version != self.version:
-            return None
-        return None if transforming() else kept.scale
-
-    def keep_scale(self, scale: Tensor) -> Tensor:
-        """Return the scale, and keep it for the next evaluation forwards, on a CPU alone.
-
-        A graph on a GPU may replay an update of the average that the host does not see.
-        """
-        if self.training or not self.caches_scale:
-            return scale
-        if scale.is_cpu and type(scale) is Tensor and not scale.is_inference():
-            self.kept = Kept(scale, scale._version, self.version)
+    def evaluation_scale(self, assignment: Tensor) -> Tensor:
+        """Return `average_scale`, after `warn_if_empty`: neither looks again until it changes."""
+        if self.looked and self.caches_scale and self.scaled_from is self.dispersion:
+            version = self.version
+            if version == self.looked and version == self.scaled_version:
+                return self.running_scale
+        self.warn_if_empty(assignment)
+        scale = self.average_scale()
+        self.looked = self.scaled_version if self.caches_scale else ()
         return scale
 
     def warn_if_empty(self, assignment: Tensor) -> None:

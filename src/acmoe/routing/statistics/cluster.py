@@ -97,8 +97,8 @@ class ClusterStatistics(RunningAverage):
         """
         mode = self.mode
         check(mode != "prefix", "prefix statistics give each token its scale; call prefix_scale")
-        if mode == "running" and not self.training:  # nothing is measured
-            return self._running_scale(x_BLD, assignment_BL)
+        if mode == "running" and not self.training and self.caches_scale:
+            return self._running_scale(x_BLD, assignment_BL)  # nothing is measured
         with self._gradient_mode(x_BLD, slot):
             x_BLD = x_BLD.detach() if self.config.detach else x_BLD
             if mode == "batch":
@@ -136,12 +136,8 @@ class ClusterStatistics(RunningAverage):
 
     def _running_scale(self, x_BLD: Tensor, assignment_BL: Tensor) -> Tensor:
         """Return the (C, D) scale of the running average, in the accumulation dtype of x."""
-        dtype = accumulation_dtype(x_BLD.dtype)
-        kept = None if self.training else self.kept_scale(dtype)
-        if kept is not None:
-            return kept
-        self.warn_if_empty(assignment_BL)
-        return self.keep_scale(snapshot(self.average_scale(), dtype, training=self.training))
+        scale = self.average_scale() if self.training else self.evaluation_scale(assignment_BL)
+        return snapshot(scale, accumulation_dtype(x_BLD.dtype), training=self.training)
 
     def _sequence_scale(
         self, x_BLD: Tensor, assignment_BL: Tensor, token_mask_BL: Tensor | None

@@ -6,11 +6,26 @@
 
 static inline float at_least_zero(float v) { return v < 0.0f ? 0.0f : v; } /* NaN stays NaN */
 
-/* Write out (N, O): the input row x[source[i]] times the (O, I) weight of the expert of row i, plus
-   its bias. Rows are sorted by expert: those of expert e end at offsets[e]. */
+/* Return True if the rows of the experts follow each other and fill all N. */
+static int ends_at(const int64_t *offsets, int64_t E, int64_t N) {
+    int64_t before = 0;
+    for (int64_t e = 0; e < E; e++) {
+        if (offsets[e] < before) return 0;
+        before = offsets[e];
+    }
+    return before == N;
+}
+
+/* Write out (N, O): each row times the (O, I) weight of its expert, plus its bias. Rows are sorted
+   by expert: those of expert e end at offsets[e]. With a permutation, row n is the token
+   x[permutation[n] / top_k], else x[n].
+
+   NOT_SERVED: rows that do not exist, or rows without an expert. */
 int acmoe_rows_times_weights(const float *x, const int64_t *permutation, int64_t top_k,
-                              const int64_t *offsets, const float *weight, const float *bias,
-                              int64_t E, int64_t I, int64_t O, int relu, float *out) {
+                             const int64_t *offsets, const float *weight, const float *bias,
+                             int64_t N, int64_t E, int64_t I, int64_t O, int relu, float *out) {
+    if (!ends_at(offsets, E, N)) return NOT_SERVED;
+    if (permutation != NULL && outside(permutation, N, 0, N)) return NOT_SERVED;
     int64_t begin = 0;
     for (int64_t e = 0; e < E; e++) {
         const float *w = weight + e * O * I;
@@ -52,9 +67,11 @@ int acmoe_rows_times_weights(const float *x, const int64_t *permutation, int64_t
     return SERVED;
 }
 
-/* Write out (T, D): the sum over k of gate[t, k] * y[inverse[t * K + k]]. */
+/* Write out (T, D): the sum over k of gate[t, k] * y[inverse[t * K + k]]. NOT_SERVED: rows that do
+   not exist. */
 int acmoe_combine(const float *y, const int64_t *inverse, const float *gate, int64_t T, int64_t K,
-                   int64_t D, float *out) {
+                  int64_t D, float *out) {
+    if (outside(inverse, T * K, 0, T * K)) return NOT_SERVED;
     for (int64_t t = 0; t < T; t++) {
         float *sum = out + t * D;
         memset(sum, 0, sizeof(float) * (size_t)D);

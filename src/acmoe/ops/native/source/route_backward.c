@@ -50,8 +50,8 @@ static void affinity_gradients(const struct router *of, const struct upstream *u
     }
 }
 
-/* Add the products of eight features of the tokens [begin, end): to the tokens' gradient, if it is
-   wanted, and to the embedding's. change: (T, padded E) gradients of the affinities. */
+/* Add the products of eight features of the tokens [begin, end): to the tokens' gradient and to the
+   embedding's, each if it is wanted. change: (T, padded E) gradients of the affinities. */
 static inline void feature_gradients(const struct router *of, const float *change, const float *packed,
                                      const float *given, int64_t begin, int64_t end, int64_t d,
                                      int64_t e, float *grad_x, double *grad_embedding) {
@@ -63,10 +63,11 @@ static inline void feature_gradients(const struct router *of, const float *chang
     }
     for (int64_t t = begin; t < end; t++) {
         const float *a = change + t * E8 + e, *scale = scale_of(of, t);
-        const lanes x = load(of->x + t * D + d, rest);
         const lanes s = scale == NULL ? (lanes){1, 1, 1, 1, 1, 1, 1, 1} : load(scale + d, rest);
-        const lanes y = x * s;
-        for (int i = 0; i < LANES; i++) sum[i] += a[i] * y;
+        if (of->x != NULL) {
+            const lanes y = load(of->x + t * D + d, rest) * s;
+            for (int i = 0; i < LANES; i++) sum[i] += a[i] * y;
+        }
         if (grad_x == NULL) continue;
         lanes down = {0};
         for (int i = 0; i < LANES; i++) down += a[i] * w[i];
@@ -79,7 +80,8 @@ static inline void feature_gradients(const struct router *of, const float *chang
             grad_embedding[(e + i) * D + d + j] += sum[i][j];
 }
 
-/* Write the gradients of x (T, D), embedding (E, D) and bias (E,); grad_x and grad_bias may be NULL.
+/* Write the gradients of x (T, D), embedding (E, D) and bias (E,), those that are not NULL. x is read
+   for that of the embedding, and may be NULL without it; likewise the embedding for that of x.
 
    The gradients of the results may be NULL. of_balance: that of the balance loss with this weight
    and load. of_x: the gradient of x from its other readers, which is added. */
@@ -105,7 +107,7 @@ int acmoe_route_backward(const float *x, const float *scale, const int64_t *clus
     for (int64_t e = 0; e < E; e++) {
         if (of_balance != NULL) of_sums[e] = (float)(*of_balance * weight * balance_share(&of, load[e]));
         if (of_sum != NULL) of_sums[e] += of_sum[e];
-        memcpy(rows + e * D8, embedding + e * D, sizeof(float) * (size_t)D);
+        if (embedding != NULL) memcpy(rows + e * D8, embedding + e * D, sizeof(float) * (size_t)D);
     }
     const int balanced = of_balance != NULL || of_sum != NULL;
     const struct upstream up = {of_gate, of_affinity, balanced ? of_sums : NULL};
@@ -119,7 +121,8 @@ int acmoe_route_backward(const float *x, const float *scale, const int64_t *clus
             for (int64_t e = 0; e < E; e += LANES)
                 feature_gradients(&of, change, rows, of_x, t, t + BLOCK < T ? t + BLOCK : T, d, e,
                                   grad_x, sums);
-    for (int64_t i = 0; i < E * D; i++) grad_embedding[i] = (float)sums[i];
+    if (grad_embedding != NULL)
+        for (int64_t i = 0; i < E * D; i++) grad_embedding[i] = (float)sums[i];
     if (grad_bias != NULL)
         for (int64_t e = 0; e < E; e++) grad_bias[e] = (float)bias[e];
     free(sums);
