@@ -192,3 +192,17 @@ def test_a_group_that_is_none_of_torch_s_is_named() -> None:
     moe = acmoe.MoE(dim=4, hidden=4, num_experts=2, top_k=1, router="adaptive")
     with pytest.raises(UserError, match="group='data'; pass a process group of torch"):
         acmoe.set_statistics_group(moe, "data")
+
+
+def test_an_evaluation_inside_a_transform_keeps_the_scale_constant():
+    moe = filled_layer().eval()
+    state = RoutingState.identity(num_tokens=5, num_clusters=3, dim=4)
+    name, x = "next_state.statistics.dispersion", torch.randn(5, 4)
+
+    def size(dispersion):
+        after = torch.func.functional_call(moe, {name: dispersion}, (x, state))[1]
+        return after.scale.square().sum()
+
+    begin = moe.get_buffer(name).clone()
+    assert size(begin) != size(begin * torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert not torch.func.grad(size)(begin).any()  # detach=True, the default
