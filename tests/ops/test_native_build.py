@@ -220,8 +220,9 @@ def test_an_option_leaves_them_out(monkeypatch: pytest.MonkeyPatch, own_cache: P
     assert library.Functions().reason == "ACMOE_NATIVE=never"
     assert not own_cache.exists()
     monkeypatch.setenv("ACMOE_NATIVE", "always")
-    with pytest.raises(UserError, match="ACMOE_NATIVE='always' is unknown; choose auto or never"):
-        build()
+    for read in (build, library.Functions):
+        with pytest.raises(UserError, match="ACMOE_NATIVE='always' is unknown; choose auto or n"):
+            read()
 
 
 def test_a_layer_without_them_runs_on_other_kernels(no_native: None) -> None:
@@ -230,6 +231,26 @@ def test_a_layer_without_them_runs_on_other_kernels(no_native: None) -> None:
         moe(torch.randn(2, 4))
     assert {one.kernel for one in choices} == {"cpu"}
     assert {one.reasons["native"] for one in choices} == {"a test does without"}
+
+
+def test_without_a_home_folder_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert folder() == Path(os.devnull) / "acmoe" / "native"
+
+
+@needs_compiler
+def test_a_compiler_that_does_not_know_the_cpu_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = " ".join(find_compiler())
+    text = (
+        f'case "$*" in *march=native*) echo "error: bad march" >&2; exit 1;; esac\nexec {real} "$@"'
+    )
+    monkeypatch.setenv("CC", program(tmp_path / "cc", text))
+    with caplog.at_level("INFO", "acmoe"):
+        assert build().acmoe_sort_rows
+    assert "without -march=native" in caplog.text
 
 
 def test_the_path_of_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

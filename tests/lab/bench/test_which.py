@@ -88,6 +88,7 @@ def test_baselines_that_can_take_part_have_no_reason_against_it() -> None:
     [
         ("ACMOE_GLUON", "yes", "ACMOE_GLUON='yes' is unknown"),
         ("ACMOE_KEEP_ATTENTION", "yes", "ACMOE_KEEP_ATTENTION='yes' is unknown"),
+        ("ACMOE_NATIVE", "yes", "ACMOE_NATIVE='yes' is unknown"),
         ("ACMOE_KEEP_ROUTER", "yes", "ACMOE_KEEP_ROUTER='yes' is unknown"),
         ("ACMOE_TUNED", "nowhere.json", "ACMOE_TUNED=nowhere.json does not exist"),
     ],

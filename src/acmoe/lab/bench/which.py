@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from acmoe.config.environment import router_saving_requested
+from acmoe.config.environment import native_requested, router_saving_requested
 from acmoe.config.images.presets import SWIN_MODELS
 from acmoe.config.images.vision import SwinConfig
 from acmoe.config.text.language import LANGUAGE_MODELS
@@ -62,6 +62,7 @@ def which(device: torch.device, dtype: torch.dtype, shape: Shape) -> list[Choice
     """
     requested_options()
     router_saving_requested()
+    native_requested()
     user_table()
     x = torch.empty(1, shape.dim, dtype=dtype, device=device)
     return [
@@ -187,7 +188,7 @@ def _images(x: Tensor) -> Iterator[Choice]:
 
 
 def _runners(device: torch.device, dtype: torch.dtype) -> Iterator[Choice]:
-    """Yield the way a language model runs its blocks, and Swin its window attention."""
+    """Yield the runner of a language model's blocks, and that of Swin's window attention."""
     with torch.device("meta"):
         text = create_model("switch-nano")
     yield from _runner("language model's blocks", explain(text))

@@ -47,7 +47,7 @@ def unsupported(
 
 
 def _fit(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, activation: str) -> bool:
-    """Return True if all shapes belong to one layer: C reads as far as these sizes say."""
+    """Return True if all shapes are of one layer: C trusts these sizes."""
     up, down, up_bias, down_bias = weights
     if x.dim() != 2 or gate.dim() != 2 or up.dim() != 3:
         return False

@@ -24,11 +24,12 @@ import torch
 from acmoe.config.environment import native_requested
 
 SOURCES = Path(__file__).parent / "source"
+CPU = "-march=native"  # instructions of this CPU
 # -ffp-contract: a product may be added without rounding it first. -fopenmp-simd: vectors, and no
 # threads: those of a second OpenMP runtime would compete with torch's.
 OPTIONS = (
     *("-std=c11", "-O3", "-fPIC", "-shared", "-fopenmp-simd", "-fno-math-errno"),
-    *("-fno-trapping-math", "-ffp-contract=fast", "-march=native", "-Wno-psabi"),
+    *("-fno-trapping-math", "-ffp-contract=fast", CPU, "-Wno-psabi"),
 )
 _COMPILERS = ("cc", "gcc", "clang")
 _SECONDS = 120  # a compiler that takes longer counts as missing
@@ -39,7 +40,7 @@ _log = logging.getLogger("acmoe")
 class BuildError(Exception):
     """The sources were not compiled or loaded; the message is the reason.
 
-    expected: no compiler was to be had, or nobody wanted it.
+    expected: True if no compiler is installed, or if ACMOE_NATIVE=never forbids to compile.
     """
 
     def __init__(self, reason: str, *, expected: bool = False) -> None:
@@ -78,9 +79,9 @@ def find_compiler() -> list[str]:
 
 def folder() -> Path:
     """Return the folder of compiled libraries, which need not exist."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    # A user without a home folder gets one that cannot be written.
-    return Path(base or os.path.expanduser("~/.cache")) / "acmoe" / "native"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # Without a home folder "~" stays: nothing is kept then, least of all in a folder named "~".
+    return Path(os.devnull if base.startswith("~") else base) / "acmoe" / "native"
 
 
 def identity(compiler: list[str]) -> str:
@@ -128,8 +129,9 @@ def _run_compiler(compiler: list[str], to: Path) -> None:
     rest = [*sources, "-o", str(to), "-lm"]
     try:
         _run([*compiler, *OPTIONS, *rest])
-    except BuildError:  # a compiler that does not know this CPU
-        _run([*compiler, *[one for one in OPTIONS if one != "-march=native"], *rest])
+    except BuildError as error:  # a compiler that does not know this CPU
+        _log.info("the C kernels are compiled for any CPU of this kind, without %s: %s", CPU, error)
+        _run([*compiler, *[one for one in OPTIONS if one != CPU], *rest])
 
 
 def _keep(draft: Path, path: Path) -> Path:
@@ -138,8 +140,11 @@ def _keep(draft: Path, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         os.close(handle)
-        shutil.copyfile(draft, beside)
-        os.replace(beside, path)
+        try:
+            shutil.copyfile(draft, beside)
+            os.replace(beside, path)
+        finally:
+            Path(beside).unlink(missing_ok=True)
     except OSError as error:
         _log.warning(
             "the C kernels are not kept for the next process: %s; set XDG_CACHE_HOME to a folder "

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, is_autocast_enabled
 
+from acmoe.config.environment import native_requested
+from acmoe.errors import UserError
 from acmoe.ops.dispatch import eager, log_once, transforming
 from acmoe.ops.native.build import BuildError, build
 
@@ -37,13 +39,16 @@ class Functions:
                 function.argtypes = types
                 function.restype = ctypes.c_int
                 self._found[name] = function
-        # Whatever fails here, a layer must run: other kernels serve.
+        except UserError:  # a value of ACMOE_NATIVE that does not exist
+            raise
+        # Whatever else fails, the layer runs on other kernels.
         except (BuildError, OSError, RuntimeError, ValueError, AttributeError) as error:
             self.reason = str(error)
             expected = isinstance(error, BuildError) and error.expected
+            fix = "install a C compiler or name one in CC; ACMOE_NATIVE=never stops this message"
             log_once(
-                f"small calls on a CPU run without their C kernels, which is slower: {error} "
-                "(install a C compiler or name one in CC; ACMOE_NATIVE=never looks for none)",
+                f"small calls on a CPU run without C kernels, which is slower: {error}"
+                + (f" ({fix})" if native_requested() == "auto" else ""),
                 logging.INFO if expected else logging.WARNING,
             )
 
@@ -72,7 +77,7 @@ def unsupported(*tensors: Tensor | None) -> str | None:
     It must be asked before any size is: a traced branch would bind the graph to one.
     """
     if not eager(*tensors) or transforming():
-        return "it is traced, or watched"
+        return "somebody traces or observes the call"
     for one in tensors:
         if one is None:
             continue

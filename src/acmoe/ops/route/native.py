@@ -167,18 +167,32 @@ class _Router(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        saved = ctx.saved_tensors
+        saved = Saved(*ctx.saved_tensors)
         plain = eager(*saved, *grads) and not transforming() and not torch.is_grad_enabled()
         # One of many gradients (`is_grads_batched`) has no memory.
         run = _backward if plain and not any(map(_batched, grads)) else _in_torch
         return *run(saved, ctx.shape, ctx.settings, ctx.needs_input_grad, grads), *[None] * 3
 
 
+class Saved(NamedTuple):
+    """What the backward reads; x is None without a trained embedding, and the embedding without
+    a gradient of x."""
+
+    x: Tensor | None
+    embedding: Tensor | None
+    scale: Tensor | None
+    cluster: Tensor | None
+    expert_ids: Tensor
+    gate: Tensor
+    affinity: Tensor
+    load: Tensor | None
+
+
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _backward(
-    saved: tuple[Any, ...],
+    saved: Saved,
     shape: torch.Size,
     settings: Settings,
     needed: tuple[bool, ...],
@@ -206,17 +220,18 @@ def _backward(
 
 
 def _in_torch(
-    saved: tuple[Any, ...],
+    saved: Saved,
     shape: torch.Size,
     settings: Settings,
     needed: tuple[bool, ...],
     grads: tuple[Tensor | None, ...],
 ) -> Gradients:
     """Compute `_backward` in PyTorch, for those who trace, batch or differentiate it."""
-    x, embedding, scale_CD, cluster_T, ids_TK, gate_TK, affinity_TE, load_E = saved
     of_x = grads[4]
-    change_TE = _affinity_gradient(ids_TK, gate_TK, affinity_TE, load_E, settings, grads)
-    scale_TD = None if scale_CD is None else rows_of(scale_CD, cluster_T)
+    change_TE = _affinity_gradient(saved, settings, grads)
+    x, embedding, scale_TD = saved.x, saved.embedding, None
+    if saved.scale is not None and saved.cluster is not None:
+        scale_TD = rows_of(saved.scale, saved.cluster)
     grad_x = grad_embedding = None
     if embedding is not None:
         grad_TD = change_TE @ embedding
@@ -229,14 +244,10 @@ def _in_torch(
 
 
 def _affinity_gradient(
-    ids_TK: Tensor,
-    gate_TK: Tensor,
-    affinity_TE: Tensor,
-    load_E: Tensor | None,
-    settings: Settings,
-    grads: tuple[Tensor | None, ...],
+    saved: Saved, settings: Settings, grads: tuple[Tensor | None, ...]
 ) -> Tensor:
     """Return the gradient (T, E) of the affinities."""
+    ids_TK, gate_TK, affinity_TE, load_E = saved[4:]
     of_gate, of_affinity, of_sum, of_balance = grads[:4]
     change_TE = torch.zeros_like(affinity_TE) if of_affinity is None else of_affinity
     if of_balance is not None and load_E is not None:

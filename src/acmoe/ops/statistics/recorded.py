@@ -220,7 +220,7 @@ def _all_clusters(assignment: Tensor) -> Tensor:
 def _new_batch(x: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
     """Return float32 memory for the dispersion (C, D) and the token counts (C,) of a batch.
 
-    On a tape it is part of the memory that every repetition allocates anew.
+    Each repetition of a tape (ops/device/tape.py) allocates it anew.
     """
     spread_CD = x.new_empty((num_clusters, x.shape[-1]), dtype=torch.float32)
     return spread_CD, spread_CD.new_empty(num_clusters)

@@ -134,7 +134,10 @@ class RunningAverage(StepStatistics):
         return self.running_scale
 
     def evaluation_scale(self, assignment: Tensor) -> Tensor:
-        """Return `average_scale`, after `warn_if_empty`: neither looks again until it changes."""
+        """Return `average_scale`, after `warn_if_empty`.
+
+        Both look at the average again only when it has changed.
+        """
         if self.looked and self.caches_scale and self.scaled_from is self.dispersion:
             version = self.version
             if version == self.looked and version == self.scaled_version:
