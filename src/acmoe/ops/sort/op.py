@@ -123,7 +123,7 @@ def launched_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor,
 def launched_sort_with_tokens(
     expert_ids: Tensor, cluster: Tensor, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `launched_sort` and the `TokenOrder`; the same launches compute both."""
+    """Return the results of `launched_sort` and the `TokenOrder`, from the same launches."""
     from acmoe.ops.sort.triton.sort import sort_rows_and_tokens as launch
 
     rows, order = launch(expert_ids, cluster, num_experts)
