@@ -14,12 +14,12 @@ with 40% of the rows at one expert 1256 against 1344 and 1443 against 1363.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from acmoe.ops.device.gluon_blocks import HALF_M, make_barriers, make_buffers
 from acmoe.ops.device.gluon_names import load_rows, load_tile
 from acmoe.ops.experts.hopper.ragged import load_expert_rows
-from acmoe.ops.experts.hopper.weights import mma_half, store_panel, tile_at
+from acmoe.ops.experts.hopper.weights import cooperative_consumer, tile_at
 
 # Two warps, beside one for TMA: with more than four producer warps too few registers would be left
 # for the consumers.
@@ -78,35 +78,6 @@ def _gather_tokens(load_args, GROUP_M: gl.constexpr):
             k_block += 1
 
 
-@gluon.jit
-def _cooperative_consumer(
-    CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr, TRANSPOSED: gl.constexpr
-):
-    """Cooperative consumer: compute and store the upper or lower half of every tile."""
-    dw_desc, dw_bufs, pipeline, sizes = consumer_args
-    r_bufs = pipeline[1]
-    BK: gl.constexpr = r_bufs.shape[1]
-    BN: gl.constexpr = r_bufs.shape[2]
-    num_tiles, D, R = sizes[1], sizes[2], sizes[3]
-    buf = dw_bufs.index(CONSUMER)
-    k_block = 0
-    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, begin, end, first_d, first_r = tile_at(tile_id, sizes, GROUP_M)
-        blocks = (end - begin + BK - 1) // BK
-        acc = mma_half(pipeline, k_block, blocks, CONSUMER, True)
-        k_block += blocks
-        left, right = gl.split(acc.reshape(HALF_M, 2, BN // 2).permute(0, 2, 1))
-        d = first_d + CONSUMER * HALF_M
-        if TRANSPOSED:
-            row = expert * R + first_r
-            store_panel(left, buf.permute((1, 0)), buf, dw_desc, row, d)
-            store_panel(right, buf.permute((1, 0)), buf, dw_desc, row + BN // 2, d)
-        else:
-            store_panel(left, buf, buf, dw_desc, expert * D + d, first_r)
-            store_panel(right, buf, buf, dw_desc, expert * D + d, first_r + BN // 2)
-    tma.store_wait(0)
-
-
 @gluon.jit(do_not_specialize=["num_tiles"])
 def gathered_weight_gradient_kernel(
     t_ptr,
@@ -136,8 +107,8 @@ def gathered_weight_gradient_kernel(
     load_args = (t_ptr, token_ptr, pipeline, sizes)
     gl.warp_specialize(
         [
-            (_cooperative_consumer, (0, consumer_args, GROUP_M, TRANSPOSED)),
-            (_cooperative_consumer, (1, consumer_args, GROUP_M, TRANSPOSED)),
+            (cooperative_consumer, (0, consumer_args, GROUP_M, True, TRANSPOSED)),
+            (cooperative_consumer, (1, consumer_args, GROUP_M, True, TRANSPOSED)),
             (_gather_tokens, (load_args, GROUP_M)),
             (_load_rows, (r_desc, r_last_desc, pipeline, sizes, GROUP_M)),
         ],
