@@ -42,11 +42,11 @@ from acmoe.ops.experts.hopper.pipeline import (
 
 
 @gluon.jit
-def _store_half(acc, buf, y_desc, y_ptr, row, end, column, O):
-    """Store an accumulator (64, columns) as y[row:row + 64, column:], through the buffer `buf`."""
+def _store_half(value, buf, y_desc, y_ptr, row, end, column, O):
+    """Store (64, columns) as y[row:row + 64, column:], through the buffer `buf`."""
     tma.store_wait(0)  # the previous store has read the buffer
     thread_barrier()
-    buf.store(acc.to(buf.dtype))
+    buf.store(value)
     fence_async_shared()
     if row + HALF_M <= end:
         store_tile(y_desc, [row, column], buf)
@@ -70,19 +70,30 @@ def _ping_pong_consumer(
         _expert, row, end, n_tile = tile_of_rows(tile_id, plan, num_used, num_n, GROUP_M, BY_EXPERT)
         column = gl.minimum(n_tile * BN, O - BN)
         upper, lower = mma_tile(pipeline, local_tile, end - row, num_k, CONSUMER, WEIGHT_IO)
-        _store_half(upper, buf, y_desc, y_ptr, row, end, column, O)
-        _store_half(lower, buf, y_desc, y_ptr, row + HALF_M, end, column, O)
+        _store_half(upper.to(buf.dtype), buf, y_desc, y_ptr, row, end, column, O)
+        _store_half(lower.to(buf.dtype), buf, y_desc, y_ptr, row + HALF_M, end, column, O)
         local_tile += 2
     tma.store_wait(0)
 
 
 @gluon.jit
-def _mma_half(
-    pipeline, lead_bar, k_block, num_k, half, WEIGHT_IO: gl.constexpr, LEAD: gl.constexpr
-):
-    """Return the accumulator of half a tile whose first K block is number k_block of the pipeline.
+def _store_kept(kept, store_args):
+    """Store the right panel that a consumer kept from an earlier tile, if there is one."""
+    panel, row, end, column, exists = kept
+    buf, y_desc, y_ptr, O = store_args
+    if exists:
+        _store_half(panel, buf, y_desc, y_ptr, row, end, column, O)
 
-    With LEAD > 0, arrive at lead_bar after LEAD blocks.
+
+@gluon.jit
+def _mma_half(
+    pipeline, lead_bar, k_block, num_k, half, kept, store_args, WEIGHT_IO: gl.constexpr,
+    LEAD: gl.constexpr,
+):  # fmt: skip
+    """Issue the MMAs of half a tile, and store the kept panel behind the first ones.
+
+    Return the accumulator; the MMAs of its last block may still run (`_finish_half`). The first K
+    block is number k_block of the pipeline. With LEAD > 0, arrive at lead_bar after LEAD blocks.
     """
     a_bufs, w_bufs, full, empty, _ = pipeline
     STAGES: gl.constexpr = a_bufs.shape[0]
@@ -96,14 +107,42 @@ def _mma_half(
         if not WEIGHT_IO:
             w = w.permute((1, 0))
         acc = warpgroup_mma(a, w, acc, use_acc=k > 0, is_async=True)
+        if k == 0:
+            _store_kept(kept, store_args)
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES), pred=k > 0)
         if LEAD > 0:
             mbarrier.arrive(lead_bar, pred=k == LEAD - 1)
         k_block += 1
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES))
     return acc
+
+
+@gluon.jit
+def _finish_half(pipeline, k_end, acc):
+    """Wait for the MMAs of a tile's last block, number k_end - 1, and release its stage.
+
+    Return the left and the right panel of the accumulator.
+    """
+    empty = pipeline[3]
+    STAGES: gl.constexpr = empty.shape[0]
+    HALF_N: gl.constexpr = acc.shape[1] // 2
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index((k_end + STAGES - 1) % STAGES))
+    left, right = gl.split(acc.reshape(HALF_M, 2, HALF_N).permute(0, 2, 1))
+    left = gl.convert_layout(left, acc_layout(HALF_N), assert_trivial=True)
+    return left, gl.convert_layout(right, acc_layout(HALF_N), assert_trivial=True)
+
+
+@gluon.jit
+def _place(tile_id, plan, num_n, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
+    """Return a tile's first row, end of the expert's rows, and column tile.
+
+    A number past the last tile, which ends the program, gives the place of some other tile.
+    """
+    num_used = gl.maximum(gl.load(plan[3]), 1)
+    some = gl.minimum(tile_id, num_used * num_n - 1)
+    _expert, row, end, n_tile = tile_of_rows(some, plan, num_used, num_n, GROUP_M, BY_EXPERT)
+    return row, end, n_tile
 
 
 @gluon.jit
@@ -111,36 +150,51 @@ def _cooperative_consumer(
     CONSUMER: gl.constexpr, consumer_args, mailbox, GROUP_M: gl.constexpr,
     BY_EXPERT: gl.constexpr, WEIGHT_IO: gl.constexpr, LEAD: gl.constexpr,
 ):  # fmt: skip
-    """Cooperative consumer: compute and store the upper or lower half of every tile."""
+    """Cooperative consumer: compute and store the upper or lower half of every tile.
+
+    It stores the left panel at the end of a tile, and keeps the right one until the first MMAs of
+    its next tile run: by then TMA has read the left one from the buffer.
+    """
     y_desc, y_ptr, y_bufs, pipeline, plan, num_k, num_n, O = consumer_args
     _, _, full, empty, ping_pong = pipeline
     lead_bar = ping_pong.index(0)
     STAGES: gl.constexpr = full.shape[0]
-    BN: gl.constexpr = y_bufs.shape[2] * 2
-    num_used = gl.load(plan[3])
-    tile_id, local_tile, k_block = gl.program_id(0), 0, 0
+    HALF_N: gl.constexpr = y_bufs.shape[2]
+    num_tiles = gl.load(plan[3]) * num_n
     buf = y_bufs.index(CONSUMER)
-    while tile_id < num_used * num_n:
+    store_args = (buf, y_desc, y_ptr, O)
+    tile_id, local_tile, k_block = gl.program_id(0), 0, 0
+    kept = gl.zeros([HALF_M, HALF_N], y_desc.dtype, acc_layout(HALF_N))
+    kept_row, kept_end, kept_column, exists = 0, 0, 0, False
+    row, end, n_tile = _place(tile_id, plan, num_n, GROUP_M, BY_EXPERT)
+    while tile_id < num_tiles:
         want_tile(mailbox)
-        _expert, row, end, n_tile = tile_of_rows(tile_id, plan, num_used, num_n, GROUP_M, BY_EXPERT)
         row += CONSUMER * HALF_M
         if LEAD > 0 and CONSUMER == 1:
             mbarrier.wait(lead_bar, local_tile & 1)
         if row < end:
+            kept_panel = (kept, kept_row, kept_end, kept_column, exists)
             acc = _mma_half(
-                pipeline, lead_bar, k_block, num_k, CONSUMER, WEIGHT_IO, LEAD * (1 - CONSUMER)
+                *(pipeline, lead_bar, k_block, num_k, CONSUMER, kept_panel, store_args),
+                *(WEIGHT_IO, LEAD * (1 - CONSUMER)),
             )
-            left, right = gl.split(acc.reshape(HALF_M, 2, BN // 2).permute(0, 2, 1))
-            column = gl.minimum(n_tile * BN, O - BN)
-            _store_half(left, buf, y_desc, y_ptr, row, end, column, O)
-            _store_half(right, buf, y_desc, y_ptr, row, end, column + BN // 2, O)
+            column = gl.minimum(n_tile * 2 * HALF_N, O - 2 * HALF_N)
+            kept_row, kept_end, kept_column, exists = row, end, column + HALF_N, True
+            tile_id = next_tile(mailbox, local_tile)
+            row, end, n_tile = _place(tile_id, plan, num_n, GROUP_M, BY_EXPERT)
+            left, right = _finish_half(pipeline, k_block + num_k, acc)
+            left = left.to(y_desc.dtype)
+            _store_half(left, buf, y_desc, y_ptr, kept_row, kept_end, column, O)
+            kept = right.to(y_desc.dtype)
         else:  # this half has no rows: release the stages unread
             for k in range(num_k):
                 mbarrier.wait(full.index((k_block + k) % STAGES), (k_block + k) // STAGES & 1)
                 mbarrier.arrive(empty.index((k_block + k) % STAGES))
+            tile_id = next_tile(mailbox, local_tile)
+            row, end, n_tile = _place(tile_id, plan, num_n, GROUP_M, BY_EXPERT)
         k_block += num_k
-        tile_id = next_tile(mailbox, local_tile)
         local_tile += 1
+    _store_kept((kept, kept_row, kept_end, kept_column, exists), store_args)
     tma.store_wait(0)
 
 

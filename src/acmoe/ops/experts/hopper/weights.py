@@ -178,7 +178,8 @@ def cooperative_consumer(
     buf = dw_bufs.index(CONSUMER)
     k_block, row, column = 0, 0, 0
     kept = gl.zeros([HALF_M, HALF_N], dw_desc.dtype, acc_layout(HALF_N))
-    expert, begin, end, first_o, first_i = tile_at(gl.program_id(0), sizes, GROUP_M)
+    first_tile = gl.minimum(gl.program_id(0), num_tiles - 1)
+    expert, begin, end, first_o, first_i = tile_at(first_tile, sizes, GROUP_M)
     for tile_id in range(gl.program_id(0), num_tiles, programs):
         blocks = (end - begin + BK - 1) // BK
         kept_panel = (kept, row, column + HALF_N, tile_id >= programs)
