@@ -92,7 +92,7 @@ def test_a_second_up_projection_by_the_same_plan_has_equal_bits(counts, device, 
     assert plan.counter.item() == 0
 
 
-def down_by_tiles_of_a_counter(launch, plan, lead, device):
+def down_by_tiles_of_a_counter(launch, plan, device):
     """Return a call of the cooperative "down": the results of the rows that have an expert."""
     from acmoe.ops.experts.settings.gemms import PipelineConfig
 
@@ -100,17 +100,17 @@ def down_by_tiles_of_a_counter(launch, plan, lead, device):
     torch.manual_seed(1)
     act_NF = drawn(plan.num_rows, F, device=device)
     down = drawn(plan.offsets.shape[0], D, F, device=device) / D**0.5
-    settings = PipelineConfig("cooperative", 4, lead=lead)
+    settings = PipelineConfig("cooperative", 4)
     return lambda: launch.launch_rows(act_NF, down, plan, settings, across=False)[:rows]
 
 
-@mostly_slow(("counts", "lead"), [((0, 0), 3), ((1,), 0), ((1, 0, 129), 3)], keep=[2], gpu=[0, 1])
+@mostly_slow("counts", [(0, 0), (1,), (1, 0, 129)], keep=[2], gpu=[0, 1])
 def test_neither_a_second_down_nor_when_it_takes_tiles_changes_a_bit(
-    counts, lead, device, hopper_launch, monkeypatch
+    counts, device, hopper_launch, monkeypatch
 ):
     """Without tiles, with as many as programs that are emulated, and with more."""
     plan = plan_of(counts, 20, device)
-    call = down_by_tiles_of_a_counter(hopper_launch, plan, lead, device)
+    call = down_by_tiles_of_a_counter(hopper_launch, plan, device)
     right = call()
     for ahead in (0, 100):
         monkeypatch.setattr(hopper_launch, "AHEAD", ahead)
@@ -123,7 +123,7 @@ def test_bits_of_the_down_projection_do_not_depend_on_which_program_computes_a_t
 ):
     """One program computes all tiles, three share them; each tile sums its K blocks in order."""
     plan = plan_of((1, 0, 129, 65), 20, device)
-    call = down_by_tiles_of_a_counter(hopper_launch, plan, 3, device)
+    call = down_by_tiles_of_a_counter(hopper_launch, plan, device)
     found = []
     for programs in (1, 3):
         monkeypatch.setattr(hopper_launch, "multiprocessors", lambda n=programs: n)

@@ -276,5 +276,20 @@ def test_a_table_of_version_0_1_is_read_with_a_warning(tmp_path) -> None:
         "pipeline_down/8/8/2": ["ping-pong", 4],
         "pipeline_input/8/8/2": None,
         "copy/8/8/2": [True, False],
-        "pipeline_up_weight/8/8/2": ["cooperative", 4, 0, 0, True],
+        "pipeline_up_weight/8/8/2": ["cooperative", 4, 0, True],
+    }
+
+
+def test_the_lead_of_an_older_row_is_left_out(tmp_path) -> None:
+    """[form, stages, buffers, lead, gathers] is [form, stages, buffers, gathers] now."""
+    path = tmp_path / "mine.json"
+    path.write_text(
+        '{"pipeline_down/8/8/2": ["cooperative", 4, 0, 3],'
+        ' "pipeline_up_weight/8/8/2": ["cooperative", 4, 0, 0, true],'
+        ' "pipeline_down_weight/8/8/2": ["cooperative", 4, 0, true]}'
+    )
+    assert tables.read_table(path) == {
+        "pipeline_down/8/8/2": ["cooperative", 4, 0],
+        "pipeline_up_weight/8/8/2": ["cooperative", 4, 0, True],
+        "pipeline_down_weight/8/8/2": ["cooperative", 4, 0, True],
     }

@@ -24,7 +24,6 @@ from acmoe.ops.experts.tune.candidates import COOPERATIVE as _COOPERATIVE
 from acmoe.ops.experts.tune.candidates import FEW as _FEW
 from acmoe.ops.experts.tune.candidates import HIDDEN as _HIDDEN
 from acmoe.ops.experts.tune.candidates import LARGE as _LARGE
-from acmoe.ops.experts.tune.candidates import LEADS as _LEADS
 from acmoe.ops.experts.tune.candidates import PING_PONG as _PING_PONG
 from acmoe.ops.experts.tune.candidates import SMALL as _SMALL
 from acmoe.ops.experts.tune.candidates import persistent
@@ -128,9 +127,7 @@ def _forms(gemm: str) -> list[PipelineConfig]:
             ),
         ]
     ping_pong = [PipelineConfig("ping-pong", stages) for stages in _PING_PONG]
-    cooperative = [
-        PipelineConfig("cooperative", n, lead=lead) for n in _COOPERATIVE for lead in _LEADS
-    ]
+    cooperative = [PipelineConfig("cooperative", n) for n in _COOPERATIVE]
     return [GROUPED_MM, *ping_pong, *cooperative]
 
 

@@ -59,9 +59,7 @@ def _unsupported_shape(
 
     Rows must be a multiple of 32 bytes long. The last tile of a row may overlap the one before, so
     that a dimension must only be as long as a tile; that of "hidden", which writes over its input,
-    ends at a panel of 64 columns instead. A cooperative kernel by rows needs lead <= stages <= K
-    blocks of a tile, since its second consumer starts `lead` blocks after the first; otherwise one
-    would wait forever.
+    ends at a panel of 64 columns instead.
     """
     inner, outer = _gemm_sizes(kernel, size, gather)
     weight = kernel in WEIGHT_GEMMS
@@ -74,11 +72,6 @@ def _unsupported_shape(
     tile_i, tile_o = (settings.columns, PIPELINE_BM) if weight else (PIPELINE_BK, settings.columns)
     if inner < tile_i or (outer < tile_o and kernel != "hidden"):
         return f"its tiles are {tile_i} by {tile_o}, larger than {inner} by {outer}"
-    lead, stages = settings.lead, settings.stages
-    if lead > stages:
-        return f"its second consumer starts {lead} blocks later, in a pipeline of {stages}"
-    if not weight and settings.form == "cooperative" and inner // PIPELINE_BK < stages:
-        return f"its pipeline needs {stages} blocks of {PIPELINE_BK}, more than {inner}"
     return None
 
 

@@ -70,7 +70,6 @@ def launch_rows(
         WEIGHT_IO=across,
         STAGES=settings.stages,
         COOPERATIVE=cooperative,
-        LEAD=settings.lead,
         num_warps=4,
     )
     return y

@@ -5,9 +5,8 @@ of pipeline.py, in one of two schedules:
     ping-pong     each consumer computes a (128, 128) tile of its own; the stores of one overlap the
                   MMAs of the other
     cooperative   each consumer computes 64 rows of a (128, 256) tile, which loads fewer bytes for
-                  each multiply-add; the second consumer starts LEAD K blocks later, so that its
-                  epilogue does not coincide with the first one's; programs take their tiles in
-                  dynamic order (next_tile.py), because a tile with few rows takes less time
+                  each multiply-add; programs take their tiles in dynamic order (next_tile.py),
+                  because a tile with few rows takes less time
 
 Which is faster, or Triton's own pipeline, depends on the shape (settings/tuned.json). This kernel
 against Triton's on an H200: 1.26 against 1.41 ms (down, qwen30b, ping-pong), 1.50 against 1.57
@@ -87,13 +86,12 @@ def _store_kept(kept, store_args):
 
 @gluon.jit
 def _mma_half(
-    pipeline, lead_bar, k_block, num_k, half, kept, store_args, WEIGHT_IO: gl.constexpr,
-    LEAD: gl.constexpr,
+    pipeline, k_block, num_k, half, kept, store_args, WEIGHT_IO: gl.constexpr
 ):  # fmt: skip
     """Issue the MMAs of half a tile, and store the kept panel behind the first ones.
 
     Return the accumulator; the MMAs of its last block may still run (`_finish_half`). The first K
-    block is number k_block of the pipeline. With LEAD > 0, arrive at lead_bar after LEAD blocks.
+    block is number k_block of the pipeline.
     """
     a_bufs, w_bufs, full, empty, _ = pipeline
     STAGES: gl.constexpr = a_bufs.shape[0]
@@ -111,8 +109,6 @@ def _mma_half(
             _store_kept(kept, store_args)
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES), pred=k > 0)
-        if LEAD > 0:
-            mbarrier.arrive(lead_bar, pred=k == LEAD - 1)
         k_block += 1
     return acc
 
@@ -148,7 +144,7 @@ def _place(tile_id, plan, num_n, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr)
 @gluon.jit
 def _cooperative_consumer(
     CONSUMER: gl.constexpr, consumer_args, mailbox, GROUP_M: gl.constexpr,
-    BY_EXPERT: gl.constexpr, WEIGHT_IO: gl.constexpr, LEAD: gl.constexpr,
+    BY_EXPERT: gl.constexpr, WEIGHT_IO: gl.constexpr,
 ):  # fmt: skip
     """Cooperative consumer: compute and store the upper or lower half of every tile.
 
@@ -156,8 +152,7 @@ def _cooperative_consumer(
     its next tile run: by then TMA has read the left one from the buffer.
     """
     y_desc, y_ptr, y_bufs, pipeline, plan, num_k, num_n, O = consumer_args
-    _, _, full, empty, ping_pong = pipeline
-    lead_bar = ping_pong.index(0)
+    full, empty = pipeline[2], pipeline[3]
     STAGES: gl.constexpr = full.shape[0]
     HALF_N: gl.constexpr = y_bufs.shape[2]
     num_tiles = gl.load(plan[3]) * num_n
@@ -170,14 +165,9 @@ def _cooperative_consumer(
     while tile_id < num_tiles:
         want_tile(mailbox)
         row += CONSUMER * HALF_M
-        if LEAD > 0 and CONSUMER == 1:
-            mbarrier.wait(lead_bar, local_tile & 1)
         if row < end:
             kept_panel = (kept, kept_row, kept_end, kept_column, exists)
-            acc = _mma_half(
-                *(pipeline, lead_bar, k_block, num_k, CONSUMER, kept_panel, store_args),
-                *(WEIGHT_IO, LEAD * (1 - CONSUMER)),
-            )
+            acc = _mma_half(pipeline, k_block, num_k, CONSUMER, kept_panel, store_args, WEIGHT_IO)
             column = gl.minimum(n_tile * 2 * HALF_N, O - 2 * HALF_N)
             kept_row, kept_end, kept_column, exists = row, end, column + HALF_N, True
             tile_id = next_tile(mailbox, local_tile)
@@ -219,21 +209,19 @@ def rows_gemm_kernel(
     WEIGHT_IO: gl.constexpr,
     STAGES: gl.constexpr,
     COOPERATIVE: gl.constexpr,
-    LEAD: gl.constexpr,
 ):
     """Compute `grouped_gemm_kernel` without bias, for a (N, I) that holds rows.
 
     num_k, num_n: blocks of I and of O. w_rows: second dimension of w. Where O is no multiple of BN,
     the last tile begins at O - BN; the columns that two tiles share are stored twice, with equal
     values.
-    COOPERATIVE requires num_k >= STAGES >= LEAD, the K blocks by which the second consumer is late.
     counter, asks_at: as in up.py if COOPERATIVE, else None.
     """
     a_bufs = make_buffers(STAGES, a_desc)
     w_bufs = make_buffers(STAGES, w_desc)
     y_bufs = make_buffers(2, y_desc)
     full, empty = make_barriers(STAGES, 1, 2 if COOPERATIVE else 1)
-    ping_pong, _ = make_barriers(1 if COOPERATIVE else 2, 1, 1)
+    ping_pong, _ = make_barriers(2, 1, 1)  # for COOPERATIVE unused
     pipeline = (a_bufs, w_bufs, full, empty, ping_pong)
     plan = (tile_expert_ptr, tile_start_ptr, offsets_ptr, num_used_ptr)
     consumer_args = (y_desc, y_ptr, y_bufs, pipeline, plan, num_k, num_n, O)
@@ -245,11 +233,11 @@ def rows_gemm_kernel(
             [
                 (
                     _cooperative_consumer,
-                    (0, consumer_args, mailbox, GROUP_M, BY_EXPERT, WEIGHT_IO, LEAD),
+                    (0, consumer_args, mailbox, GROUP_M, BY_EXPERT, WEIGHT_IO),
                 ),
                 (
                     _cooperative_consumer,
-                    (1, consumer_args, mailbox, GROUP_M, BY_EXPERT, WEIGHT_IO, LEAD),
+                    (1, consumer_args, mailbox, GROUP_M, BY_EXPERT, WEIGHT_IO),
                 ),
                 (load_next_blocks, (load_args, mailbox, asks_at, GROUP_M, BY_EXPERT, WEIGHT_IO)),
                 (dispatch_tiles, (mailbox, num_used_ptr, num_n, counter_ptr)),

@@ -37,7 +37,6 @@ class PipelineConfig(NamedTuple):
     form: str
     stages: int  # pipeline stages
     buffers: int = 0  # shared-memory buffers for panels of h in the epilogue of "hidden"
-    lead: int = 0  # K blocks by which the second cooperative consumer starts later
     gathers: bool = False  # a weight gradient gathers tokens, where that costs less than a copy
 
     @property

@@ -195,4 +195,4 @@ def pipeline(kernel: str, layer: Layer, *, copied: bool) -> PipelineConfig | Non
         return None
     if inner < _WIDE_INNER or padding(outer, 256) > _PADDING or layer.rows <= FEW_ROWS:
         return PipelineConfig("ping-pong", 6)
-    return PipelineConfig("cooperative", 4, lead=3)
+    return PipelineConfig("cooperative", 4)

@@ -5,7 +5,7 @@ There are three kinds of rows:
     "up/..."             `Blocks` of the Triton kernel: [m, n, k, num_warps, num_stages, tma,
                          splits, persistent], the last three optional
     "pipeline_down/..."  `PipelineConfig` of the Hopper kernel, a GEMM with a multistage TMA
-                         pipeline: [form, stages, buffers, lead, gathers], the last three optional;
+                         pipeline: [form, stages, buffers, gathers], the last two optional;
                          null where that kernel was not faster. The form is the schedule of the two
                          consumer warpgroups: "ping-pong", each computes tiles of its own, or
                          "cooperative", each computes half of every tile. ["torch", 0] is torch's
@@ -74,7 +74,7 @@ def read_table(path: Path) -> Table:
         ) from error
     if not isinstance(found, dict):
         raise UserError(f"{path} holds no table of block sizes; let `acmoe bench tune` write one")
-    found = _renamed(found, path)
+    found = {name: _without_lead(name, row) for name, row in _renamed(found, path).items()}
     for name, row in found.items():
         if not is_row(name, row):
             raise UserError(f"{path}: {name!r} cannot be {json.dumps(row)}; tune it again")
@@ -102,6 +102,16 @@ def _renamed(found: dict[str, Any], path: Path) -> dict[str, Any]:
                 row = [_FORMS_BEFORE.get(row[0], row[0]), *row[1:]]
         rows[name] = row
     return rows
+
+
+def _without_lead(name: str, row: Any) -> Any:
+    """Return the row of a pipeline without the number that once stood before `gathers`.
+
+    It made one consumer of a tile start later than the other, which no kernel does any more.
+    """
+    if name.startswith("pipeline_") and isinstance(row, list) and len(row) > 3:
+        return row[:3] + row[4:] if type(row[3]) is int else row
+    return row
 
 
 def is_row(name: str, row: Any) -> bool:
@@ -137,7 +147,7 @@ def _is_pipeline(gemm: str, row: Any) -> bool:
     if settings == GROUPED_MM:
         return gemm != "hidden"
     if type(settings.gathers) is not bool or any(
-        type(n) is not int or n < 0 for n in settings[1:4]
+        type(n) is not int or n < 0 for n in (settings.stages, settings.buffers)
     ):
         return False
     forms = {

@@ -32,8 +32,8 @@ FEW = (
 )
 # (stages, buffers of h) of the GEMM "hidden" that fit into 227 KiB beside its outputs.
 HIDDEN = ((5, 2), (4, 4), (4, 2), (3, 4))
-# Stages of ping-pong and of cooperative pipelines, and leads of the latter (`PipelineConfig`).
-PING_PONG, COOPERATIVE, LEADS = (4, 5, 6), (3, 4), (0, 2, 3)
+# Stages of ping-pong and of cooperative pipelines.
+PING_PONG, COOPERATIVE = (4, 5, 6), (3, 4)
 
 # The few that the tuning at first use chooses among.
 _QUICK_BLOCKS = (
@@ -53,7 +53,6 @@ _QUICK_PIPELINES = {
     "down": [
         PipelineConfig("ping-pong", 6),
         PipelineConfig("cooperative", 4),
-        PipelineConfig("cooperative", 4, lead=3),
         GROUPED_MM,
     ],
     "down_weight": [
