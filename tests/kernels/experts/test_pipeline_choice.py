@@ -47,7 +47,7 @@ class TestChoice:
             ("up_weight", (2048, 1024, 64), {"result": torch.float32}, "weights are torch.float32"),
             ("down", (2048, 1024, 64), {"bare": False}, "neither bias nor dropout"),
             ("hidden", (1536, 256, 128), {"gather": True}, "tokens are gathered"),
-            ("up_weight", (2048, 1024, 64), {"gather": True}, "tokens are gathered"),
+            ("up_weight", (4096, 14336, 8), {"gather": True}, "tokens are gathered"),
             ("hidden", (1024, 336, 32), {}, "multiples of 64 and 64, not 1024, 336"),
             ("down_weight", (1024, 520, 32), {}, "multiples of 16 and 16, not 520, 1024"),
             ("down", (64, 1024, 32), {}, "64 by 128, larger than 1024 by 64"),
@@ -77,7 +77,7 @@ class TestChoice:
         [
             ((1536, 256, 128), ["up", "hidden", "down_weight", "up_weight"]),
             ((2048, 768, 128), ["up", "up_weight"]),
-            ((2048, 1024, 64), ["up"]),
+            ((2048, 1024, 64), ["up", "up_weight"]),
             ((4096, 14336, 8), []),
         ],
     )
@@ -104,7 +104,7 @@ class TestChoice:
         """up_weight of rows: 128 of 2F by 256 features; of tokens: 128 features by 256 of 2F."""
         from acmoe.ops.experts.settings import tables
 
-        settings = {"pipeline_up_weight/192/256/4": ["cooperative", 4, 0, 0, True]}
+        settings = {"pipeline_up_weight/192/256/4": ["cooperative", 4, 0, True]}
         monkeypatch.setattr(tables, "package_table", lambda: settings)
         assert self.unsupported("up_weight", (192, 256, 4), gather=True) is None
         assert "larger than 192 by 512" in self.unsupported("up_weight", (192, 256, 4))

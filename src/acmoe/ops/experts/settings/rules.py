@@ -22,17 +22,22 @@ from acmoe.ops.experts.settings.gemms import WEIGHT_GEMMS, PipelineConfig, Vecto
 # kernels it pays), and did not pay at 512 (fine). In forward gathering costs less: 1.71 against
 # 1.77 ms with a copy at W = 2816 (dsv2lite), 3.28 against 3.26 at 5760 (gptoss).
 COPY_WIDTH, COPY_WIDTH_BACKWARD = 4096, 1024
-# From this width the copy of x also pays for up_weight alone, whose Hopper kernel can gather: 3.20
-# against 3.30 ms at W = 5760, 1.67 against 1.66 at 2816.
-_COPY_FOR_UP_WEIGHT = 2048
-# Inner dimensions from which tiles of 256 columns are faster than of 128: dsv2lite's down takes
-# 0.80 against 0.88 ms (1408), qwen3next's 0.65 against 0.64 (512).
+# From this width the copy of x also pays for up_weight alone, whose Hopper kernel can gather: 3.09
+# against 3.15 ms at W = 5760 (gptoss), 2.164 against 2.162 at 3072, 3.10 against 2.99 at 2048
+# (olmoe).
+_COPY_FOR_UP_WEIGHT = 3328
+# Rows of an average expert above which an up_weight that gathers has 3 stages instead of 4: 2.99
+# against 3.03 ms at olmoe (4,096 rows), 2.27 against 2.31 at qwen30b (2,048), but 1.31 against 1.27
+# at qwen3next (320).
+_LONG_WEIGHT = 1024
+# Inner dimensions from which Triton's tiles of 256 columns are faster than of 128: dsv2lite's down
+# takes 0.80 against 0.88 ms (1408), qwen3next's 0.65 against 0.64 (512).
 _WIDE_INNER = 1024
-# Inner dimensions up to which the Hopper kernel by rows is faster than Triton's. "input": yes at
-# 2048 (olmoe), 1.60 against 1.57 ms at 2816 (dsv2lite). "down": yes at 1408, 2.11 against 1.94 ms
-# at 8192 (scout), not at mixtral's. Fewer rows change nothing: both with 2,048 tokens take 1.47
-# against 1.38 ms at scout, 4.28 against 3.81 at mixtral22b.
-_LONGEST_INNER = {"down": 6400, "input": 2560}
+# Inner dimensions up to which the Hopper kernel by rows is faster than Triton's. "input": 1.51
+# against 1.60 ms at 2816 (dsv2lite), 3.12 against 3.16 at 5760 (gptoss), 4.78 against 4.64 at 12800
+# (phi). "down": 2.31 against 2.31 ms at 6400 (phi), 1.95 against 1.93 at 8192 (scout). Fewer rows
+# change nothing: phi's "input" with 2,048 tokens takes 0.79 against 0.74 ms.
+_LONGEST_INNER = {"down": 6400, "input": 8192}
 # Features from which "hidden" prefers buffers to stages: 1.99 against 2.09 ms at 2880 (gptoss), but
 # 1.15 against 1.11 at 2048 (dsv2lite).
 _BUFFERED_DIM = 2560
@@ -189,10 +194,11 @@ def pipeline(kernel: str, layer: Layer, *, copied: bool) -> PipelineConfig | Non
         gathers = not copied or (kernel == "up_weight" and layer.width < _COPY_FOR_UP_WEIGHT)
         if max(padding(layer.dim, 128), padding(layer.hidden, 128)) > _WEIGHT_PADDING:
             return None
-        return PipelineConfig("cooperative", 4, gathers=gathers)
+        long = gathers and kernel == "up_weight" and layer.rows > _LONG_WEIGHT
+        return PipelineConfig("cooperative", 3 if long else 4, gathers=gathers)
     inner, outer = layer.inner_outer(kernel)
     if inner > _LONGEST_INNER[kernel] or (kernel == "down" and layer.rows <= FEW_ROWS_FORWARD):
         return None
-    if inner < _WIDE_INNER or padding(outer, 256) > _PADDING or layer.rows <= FEW_ROWS:
+    if padding(outer, 256) > _PADDING:
         return PipelineConfig("ping-pong", 6)
     return PipelineConfig("cooperative", 4)

@@ -57,6 +57,7 @@ _QUICK_PIPELINES = {
     ],
     "down_weight": [
         *(PipelineConfig("cooperative", 4, gathers=some) for some in (False, True)),
+        PipelineConfig("cooperative", 3, gathers=True),
         GROUPED_MM,
     ],
 }
