@@ -89,6 +89,7 @@ def test_the_rules_agree_with_what_was_measured():
         ((2080, 2880, 32, 2048), "down", PipelineConfig("ping-pong", 6)),  # 9 tiles, 10.8% too many
         ((2048, 1408, 64, 2048), "down", PipelineConfig("cooperative", 4)),
         ((2880, 2880, 32, 2048), "hidden", PipelineConfig("ping-pong", 4, 4)),
+        ((2880, 2880, 32, 256), "hidden", PipelineConfig("ping-pong", 5, 2)),
         ((2048, 1408, 64, 2048), "hidden", PipelineConfig("ping-pong", 5, 2)),
         ((2048, 1408, 64, 2048), "input", PipelineConfig("cooperative", 4)),
         ((4096, 6400, 16, 2048), "input", None),  # 12,800 are many to sum over

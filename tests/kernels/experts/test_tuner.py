@@ -57,7 +57,7 @@ def test_every_pipeline_computes_the_gemm(rows, tuner, monkeypatch):
         found = tuner.rank(kernel, calls[kernel], tried, CPU, repeat=2)
         assert sorted(map(str, tried)) == sorted(str(one.candidate) for one in found), kernel
         counted[kernel] = len(tried) - 1
-    # Rows: 3 ping-pong, and cooperative of 3 and 4 stages. Of 4 forms for weights, those that gather
+    # Rows: 3 ping-pong, and cooperative of 3 and 4 stages. Weights: of 4 forms those that gather,
     # or those that do not; x may be gathered though the gradient is copied. A gathered gradient has
     # no pipeline for the hidden units.
     hidden, second, first = (4, 2, 4) if rows else (0, 2, 2)

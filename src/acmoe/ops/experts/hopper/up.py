@@ -113,7 +113,10 @@ def _gather_tokens(load_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
 
 @gluon.jit
 def _mma_half(pipeline, k_block, num_k, CONSUMER: gl.constexpr):
-    """Return gate and up (64, 128) of half a tile whose first block is number k_block."""
+    """Issue the MMAs of gate and up (64, 128) of half a tile; return both accumulators.
+
+    The MMAs of the last block may still run (`_finish_half`). k_block: number of the first block.
+    """
     x_bufs, w_bufs, full, empty = pipeline
     STAGES: gl.constexpr = full.shape[0]
     gate = gl.zeros([HALF_M, COLUMNS], gl.float32, acc_layout(COLUMNS))
@@ -131,27 +134,53 @@ def _mma_half(pipeline, k_block, num_k, CONSUMER: gl.constexpr):
         gate, up = warpgroup_mma_wait(2, deps=[gate, up])
         mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES), pred=k > 0)
         k_block += 1
-    gate, up = warpgroup_mma_wait(0, deps=[gate, up])
-    mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES))
     return gate, up
+
+
+@gluon.jit
+def _finish_half(pipeline, k_end, gate, up):
+    """Wait for the MMAs of a tile's last block, number k_end - 1, and release its stage."""
+    empty = pipeline[3]
+    STAGES: gl.constexpr = empty.shape[0]
+    gate, up = warpgroup_mma_wait(0, deps=[gate, up])
+    mbarrier.arrive(empty.index((k_end + STAGES - 1) % STAGES))
+    return gate, up
+
+
+@gluon.jit
+def _place(tile_id, plan, num_n, F, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
+    """Return a tile's first row, end of the expert's rows, and first hidden unit.
+
+    A number past the last tile, which ends the program, gives the place of some other tile.
+    """
+    num_used = gl.maximum(gl.load(plan[3]), 1)
+    some = gl.minimum(tile_id, num_used * num_n - 1)
+    _expert, row, end, column = _tile_at(some, plan, num_used, num_n, F, GROUP_M, BY_EXPERT)
+    return row, end, column
 
 
 @gluon.jit
 def _consumer(
     CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr
 ):
-    """Cooperative consumer: the upper or lower 64 rows of every tile."""
+    """Cooperative consumer: the upper or lower 64 rows of every tile.
+
+    It looks up its next tile while the last MMAs of a tile run.
+    """
     a_ptr, pipeline, mailbox, plan, num_n, num_k, F = consumer_args
     full, empty = pipeline[2], pipeline[3]
     STAGES: gl.constexpr = full.shape[0]
-    num_used = gl.load(plan[3])
+    num_tiles = gl.load(plan[3]) * num_n
     tile_id, local_tile, k_block = gl.program_id(0), 0, 0
-    while tile_id < num_used * num_n:
+    next_row, next_end, next_column = _place(tile_id, plan, num_n, F, GROUP_M, BY_EXPERT)
+    while tile_id < num_tiles:
         want_tile(mailbox)
-        _expert, row, end, column = _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M, BY_EXPERT)
-        row += CONSUMER * HALF_M
+        row, end, column = next_row + CONSUMER * HALF_M, next_end, next_column
         if row < end:
             gate, up = _mma_half(pipeline, k_block, num_k, CONSUMER)
+            tile_id = next_tile(mailbox, local_tile)
+            next_row, next_end, next_column = _place(tile_id, plan, num_n, F, GROUP_M, BY_EXPERT)
+            gate, up = _finish_half(pipeline, k_block + num_k, gate, up)
             # Rounded as where h is stored.
             gate = gate.to(a_ptr.dtype.element_ty).to(gl.float32)
             up = up.to(a_ptr.dtype.element_ty).to(gl.float32)
@@ -165,8 +194,9 @@ def _consumer(
                 at_block = k_block + k
                 mbarrier.wait(full.index(at_block % STAGES), at_block // STAGES & 1)
                 mbarrier.arrive(empty.index(at_block % STAGES))
+            tile_id = next_tile(mailbox, local_tile)
+            next_row, next_end, next_column = _place(tile_id, plan, num_n, F, GROUP_M, BY_EXPERT)
         k_block += num_k
-        tile_id = next_tile(mailbox, local_tile)
         local_tile += 1
 
 

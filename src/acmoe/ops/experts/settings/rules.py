@@ -38,9 +38,10 @@ _WIDE_INNER = 1024
 # (phi). "down": 2.31 against 2.31 ms at 6400 (phi), 1.95 against 1.93 at 8192 (scout). Fewer rows
 # change nothing: phi's "input" with 2,048 tokens takes 0.79 against 0.74 ms.
 _LONGEST_INNER = {"down": 6400, "input": 8192}
-# Features from which "hidden" prefers buffers to stages: 1.99 against 2.09 ms at 2880 (gptoss), but
-# 1.15 against 1.11 at 2048 (dsv2lite).
-_BUFFERED_DIM = 2560
+# Features from which, and rows of an average expert above which, "hidden" prefers buffers to
+# stages: 1.99 against 2.09 ms at 2880 features (gptoss), but 1.15 against 1.11 at 2048 (dsv2lite),
+# and 0.349 against 0.331 at 2880 with 256 rows (gptoss with 2,048 tokens).
+_BUFFERED_DIM, _BUFFERED_ROWS = 2560, 512
 # Padding of the columns that a wide tile may add before the narrow one is taken: at 6.7% (gptoss)
 # the wide one takes 1.58 ms, the narrow one 1.71.
 _PADDING = 0.08
@@ -189,7 +190,8 @@ def pipeline(kernel: str, layer: Layer, *, copied: bool) -> PipelineConfig | Non
     """
     if kernel == "hidden":
         # Against GEMM and activation apart: 9% less at mixtral, 21% at qwen30b, 25% at olmoe.
-        return PipelineConfig("ping-pong", *((4, 4) if layer.dim >= _BUFFERED_DIM else (5, 2)))
+        buffered = layer.dim >= _BUFFERED_DIM and layer.rows > _BUFFERED_ROWS
+        return PipelineConfig("ping-pong", *((4, 4) if buffered else (5, 2)))
     if kernel in WEIGHT_GEMMS:
         gathers = not copied or (kernel == "up_weight" and layer.width < _COPY_FOR_UP_WEIGHT)
         if max(padding(layer.dim, 128), padding(layer.hidden, 128)) > _WEIGHT_PADDING:
