@@ -4,6 +4,7 @@ On a CPU the kernels are interpreted and the times invented; a GPU is not needed
 """
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -289,3 +290,15 @@ def test_a_layer_is_settled_once_for_each_kind_of_call(fresh, monkeypatch):
     fresh.forget()
     prepare(8)
     assert len(settled) == 5
+
+
+def test_without_a_home_folder_nothing_is_remembered(fresh, monkeypatch, caplog):
+    from acmoe.ops.experts.tune import cache
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no HOME, and no such user
+    layer = Layer(64, 4, 64, 64, 64, torch.bfloat16)
+    what = cache.identity(layer, "relu", False, torch.bfloat16, torch.device("cpu"))
+    assert cache.read(what) == {} and not caplog.records
+    cache.write(what, {"copy": [True, False]})
+    assert "what was tuned is not kept for the next process" in caplog.text
