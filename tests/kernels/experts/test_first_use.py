@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from acmoe.errors import UserError
 from acmoe.ops.device.block_sizes import Blocks
 from acmoe.ops.experts import ExpertWeights
 from acmoe.ops.experts.settings import lookup
@@ -263,11 +264,9 @@ class TestSettling:
         assert asked == []
 
 
-def test_a_layer_is_settled_once_for_each_kind_of_call(fresh, monkeypatch):
-    """A GPU is pretended; calls of one shape are then not looked at again."""
-    settled = []
+def pretended_gpu(fresh, monkeypatch):
+    """Return a function that prepares a call of a layer on a GPU that does not exist."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(fresh, "_settle", lambda size, layer, *rest: settled.append(rest[-1]))
 
     def prepare(tokens, act="relu", needs=False):
         x = SimpleNamespace(
@@ -279,6 +278,34 @@ def test_a_layer_is_settled_once_for_each_kind_of_call(fresh, monkeypatch):
         up, down = torch.zeros(4, 16, 8), torch.zeros(4, 8, 16)
         weights = ExpertWeights(up, down, None, None)
         fresh.prepare(x, weights, None, torch.zeros(tokens, 2), act)
+
+    return prepare
+
+
+def test_a_wrong_option_or_ctrl_c_leaves_a_layer_to_the_next_call(fresh, monkeypatch):
+    prepare = pretended_gpu(fresh, monkeypatch)
+    monkeypatch.setenv("ACMOE_TUNE", "always")
+    for _ in range(2):
+        with pytest.raises(UserError, match="ACMOE_TUNE='always' is unknown"):
+            prepare(8)
+    calls = []
+
+    def stopped(*rest):
+        calls.append(rest)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fresh, "_settle", stopped)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            prepare(8)
+    assert len(calls) == 2
+
+
+def test_a_layer_is_settled_once_for_each_kind_of_call(fresh, monkeypatch):
+    """A GPU is pretended; calls of one shape are then not looked at again."""
+    settled = []
+    prepare = pretended_gpu(fresh, monkeypatch)
+    monkeypatch.setattr(fresh, "_settle", lambda size, layer, *rest: settled.append(rest[-1]))
 
     for tokens in (8, 8, 7):  # 4 rows for an average expert, also of 7 tokens
         prepare(tokens)
