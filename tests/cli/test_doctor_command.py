@@ -1,6 +1,7 @@
 """`acmoe doctor` and `acmoe --version`: what is installed here, said so that it can be pasted."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,19 @@ def test_doctor_gives_every_op_a_kernel_and_a_wrong_variable_is_no_failure(
     facts = json.loads(call(capsys, "doctor", "--json", "--root", str(tmp_path)))
     assert "ACMOE_KEEP_ATTENTION" in facts["kernels"]["problem"]
     assert facts["environment"]["ACMOE_KEEP_ATTENTION"] == "sometimes"
+
+
+def test_doctor_names_the_caches_of_a_user_with_and_without_a_home(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    monkeypatch.delenv("TORCH_HOME", raising=False)
+    folders = {one["of"]: one["folder"] for one in installation._caches()}
+    assert folders["acmoe's kernels in C"] == "/caches/acmoe/native"
+    assert folders["acmoe's tuned layers"] == "/caches/acmoe/experts"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no HOME, and no such user
+    folders = {one["of"]: one["folder"] for one in installation._caches()}
+    assert folders["torch"] == "~/.cache/torch"
 
 
 def test_extras_are_read_from_requirements_and_another_name_is_left_out() -> None:

@@ -52,6 +52,9 @@ BUILDS = [
     ),
     ({"activation": "tanh"}, r"activation='tanh' is unknown; choose one of relu, gelu, swiglu"),
     ({"dropout": -0.1}, r"dropout=-0.1; it must lie in \[0, 1\)"),
+    ({"dropout": "a"}, r"dropout='a'; it must be a number"),
+    ({"bias": "no"}, r"bias='no'; it must be true or false"),
+    ({"bias": None}, r"bias=None; it must be true or false"),
     ({"router": "stable"}, r"vocab_size=None; .*give StableConfig\(vocab_size=...\)"),
     ({"losses": LossConfig(importance_load=0.1)}, r"importance_load=0.1.*noise above 0"),
     ({"losses": {"balance": 0.1}}, r"losses=\{'balance': 0.1\}; pass acmoe.LossConfig\(\.\.\.\)"),
@@ -263,3 +266,9 @@ def test_weights_of_another_number_of_experts_are_refused(kept, bias):
     layer.experts = ExpertMLP(dim=4, hidden=8, num_experts=kept, bias=bias)
     with pytest.raises(UserError, match=rf"sorted by 3 experts, and there are weights of {kept};"):
         layer(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize("cache", [(None, None), 5])
+def test_a_cache_of_another_kind_is_named(cache):
+    with pytest.raises(UserError, match=rf"cache is a {type(cache).__name__}; pass this layer's"):
+        MoE(**SIZES)(torch.ones(1, 4), cache=cache)

@@ -261,3 +261,25 @@ def test_a_masked_compiled_block_equals_eager(fresh_compiler):
     found.backward()
     for a, b in zip(blocks.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("router", ["smoe", "adaptive"])
+def test_hooks_may_bring_saved_tensors_back_with_other_strides(router: str) -> None:
+    """A hook stores transposed copies, and returns them transposed back: the same values."""
+    torch.manual_seed(0)
+    moe = MoE(dim=8, hidden=8, num_experts=3, top_k=2, router=router)
+    x = torch.randn(6, 8, requires_grad=True)
+
+    def gradients() -> list[torch.Tensor]:
+        y, state = moe(x)
+        loss = y.square().sum() + state.aux_loss
+        return list(torch.autograd.grad(loss, [x, *moe.parameters()]))
+
+    def turned(one: torch.Tensor) -> torch.Tensor:
+        return one.mT if one.dim() >= 2 else one
+
+    expected = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: turned(one).contiguous(), turned):
+        found = gradients()
+    for one, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, wanted)

@@ -1,11 +1,14 @@
 """Compiling the C kernels: once per machine, and never in the way of those who cannot."""
 
 import ctypes
+import functools
+import hashlib
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,6 +33,21 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "acmoe" / "native"
 
 
+@functools.cache
+def compiled() -> bytes:
+    """Return the library, compiled once for all tests."""
+    with tempfile.TemporaryDirectory() as drafts:
+        building._run_compiler(find_compiler(), Path(drafts) / "kernels.so")
+        return (Path(drafts) / "kernels.so").read_bytes()
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that has the library at hand."""
+    library = compiled()
+    monkeypatch.setattr(building, "_run_compiler", lambda _, to: to.write_bytes(library))
+
+
 def program(path: Path, text: str) -> str:
     """Write a program in shell, and return its path."""
     path.write_text(f"#!/bin/sh\n{text}\n")
@@ -39,12 +57,13 @@ def program(path: Path, text: str) -> str:
 
 @needs_compiler
 def test_the_second_build_compiles_nothing(
-    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+    quick_compiler: None, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert folder() == own_cache and not own_cache.exists()
     build()
     (kept,) = own_cache.iterdir()
-    assert kept.name == f"{identity(find_compiler())}.so"
+    digest = hashlib.sha256(kept.read_bytes()).hexdigest()[:16]
+    assert kept.name == f"{identity(find_compiler())}-{digest}.so"
     monkeypatch.setattr(building, "_compiled", None)
     assert build().acmoe_sort_rows
 
@@ -71,20 +90,42 @@ def test_other_sources_options_and_cpus_have_other_libraries(
 
 @needs_compiler
 def test_a_damaged_library_is_compiled_again(
-    own_cache: Path, caplog: pytest.LogCaptureFixture
+    quick_compiler: None, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own_cache.mkdir(parents=True)
-    path = own_cache / f"{identity(find_compiler())}.so"
-    path.write_bytes(b"no library")
-    with caplog.at_level("WARNING", "acmoe"):
+    build()
+    (path,) = own_cache.iterdir()
+    whole = path.read_bytes()
+    # Unlike b"no library", half of one would be loaded, and end the process by a bus error.
+    for damaged in (b"no library", whole[: len(whole) // 2]):
+        path.unlink()  # the library in this process keeps its file
+        path.write_bytes(damaged)
+        caplog.clear()
+        with caplog.at_level("WARNING", "acmoe"):
+            assert build().acmoe_sort_rows
+        assert "its content has changed); it is compiled again" in caplog.text
+        (kept,) = own_cache.iterdir()
+        assert kept.name == building._named(identity(find_compiler()), kept)
+
+
+@needs_compiler
+def test_a_folder_without_programs_costs_the_next_process_a_build(
+    quick_compiler: None, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = ctypes.CDLL
+
+    def refused(path: str) -> ctypes.CDLL:
+        if Path(path).parent == own_cache:  # as on a file system that is mounted with noexec
+            raise OSError(f"{path}: failed to map segment from shared object")
+        return load(path)
+
+    monkeypatch.setattr(ctypes, "CDLL", refused)
+    for _ in range(2):
         assert build().acmoe_sort_rows
-    assert "is compiled again" in caplog.text
-    ctypes.CDLL(str(path))  # the good one is kept
 
 
 @needs_compiler
 def test_a_folder_that_cannot_be_written_costs_the_next_process_a_build(
-    own_cache: Path, caplog: pytest.LogCaptureFixture
+    quick_compiler: None, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     own_cache.parent.mkdir(parents=True)
     own_cache.write_text("a file where the folder should be")
@@ -195,24 +236,23 @@ def test_nothing_that_fails_keeps_a_layer_from_running(
 
 @needs_compiler
 def test_a_cache_that_cannot_be_read_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    quick_compiler: None,
+    own_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level("WARNING", "acmoe"):
-        assert build_without_looking(monkeypatch).acmoe_sort_rows
-    assert "another user's" in caplog.text
+    build()
+    read = Path.read_bytes
 
-
-def build_without_looking(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    """Build with a cache folder that nobody may look into."""
-    exists = os.path.exists
-
-    def refused(path: Path) -> bool:
-        if path.parent.name == "native":
+    def refused(path: Path) -> bytes:
+        if path.parent == own_cache:
             raise PermissionError(f"{path} is another user's")
-        return exists(path)
+        return read(path)
 
-    monkeypatch.setattr(Path, "exists", refused)
-    return build()
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with caplog.at_level("WARNING", "acmoe"):
+        assert build().acmoe_sort_rows
+    assert "another user's" in caplog.text
 
 
 def test_an_option_leaves_them_out(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:

@@ -343,3 +343,22 @@ def test_a_layer_trains_as_with_the_definition(without_native: Any) -> None:
             losses.append(loss.item())
     assert losses[:4] == pytest.approx(losses[4:], rel=1e-5)
     assert losses[3] < losses[0]
+
+
+def test_a_profiler_sees_the_calls_that_run_without_it() -> None:
+    moe = MoE(dim=4, hidden=4, num_experts=3, top_k=2, router="adaptive")
+    x = torch.randn(5, 4)
+
+    def step() -> Tensor:
+        y, state = moe(x)
+        (y.sum() + state.aux_loss).backward()
+        return y
+
+    with record_choices() as alone:
+        y = step()
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu) as profile, record_choices() as observed:
+        torch.testing.assert_close(step(), y, rtol=0, atol=0)
+    assert [one.kernel for one in observed] == [one.kernel for one in alone]
+    names = {event.key for event in profile.key_averages()}
+    assert names >= {"acmoe::route in C", "acmoe::route_backward in C", "acmoe::sort_rows in C"}

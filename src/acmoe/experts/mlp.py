@@ -32,7 +32,9 @@ class ExpertMLP(nn.Module):
     ) -> None:
         super().__init__()
         check_whole(hidden, "hidden")
+        check(hasattr(dropout, "__float__"), f"dropout={dropout!r}; it must be a number")
         check(0 <= dropout < 1, f"dropout={dropout}; it must lie in [0, 1)")
+        check(bias in (True, False), f"bias={bias!r}; it must be true or false")
         check(
             activation in ACTIVATIONS,
             f"activation={activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}",

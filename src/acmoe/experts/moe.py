@@ -22,7 +22,7 @@ from acmoe.routing.rescaling import count_state
 from acmoe.routing.router import Router, blank, flat_mask, unwrapped
 from acmoe.routing.soft import SoftRouter
 from acmoe.routing.state import Routing, RoutingState
-from acmoe.routing.statistics.cache import LayerCache
+from acmoe.routing.statistics.cache import LayerCache, check_cache
 from acmoe.routing.statistics.registry import Layer
 
 _NO_CACHE = LayerCache(None, None)
@@ -131,9 +131,9 @@ class MoE(Layer):
         router = unwrapped(self.router)
         count_state(router, state)
         state = router.state_for(x, state)
-        slots = cache or _NO_CACHE
+        slots = _NO_CACHE if cache is None else cache
         if cache is not None:
-            cache.check_batch(x)
+            check_cache(cache, x)
         routing = self.router(
             x, state, token_mask=token_mask, token_ids=token_ids, cache=slots.router
         )

@@ -19,9 +19,12 @@ from acmoe.errors import UserError
 from acmoe.lab.bench.shapes import find_shapes
 from acmoe.lab.bench.which import which
 from acmoe.runtime import GPUS, count_devices, pick_device
+from acmoe.storage.user_cache import user_cache
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "transformers", "datasets", "matplotlib")
 
+# The folders of this package's caches, by what they hold.
+OWN_CACHES = {"acmoe's kernels in C": "native", "acmoe's tuned layers": "experts"}
 # The folders in which other packages cache downloads and compiled kernels: the variable that sets
 # each, and the folder where it is not set.
 CACHES = {
@@ -29,7 +32,7 @@ CACHES = {
     "Triton kernels": ("TRITON_CACHE_DIR", "~/.triton/cache"),
     "torch.compile": (
         "TORCHINDUCTOR_CACHE_DIR",
-        f"{tempfile.gettempdir()}/torchinductor_{Path.home().name}",
+        f"{tempfile.gettempdir()}/torchinductor_{os.path.basename(os.path.expanduser('~'))}",
     ),
     "torch": ("TORCH_HOME", "~/.cache/torch"),
 }
@@ -155,9 +158,13 @@ def _data(root: Path) -> list[dict[str, str]]:
 
 
 def _caches() -> list[dict[str, Any]]:
-    entries = []
-    for what, (variable, default) in CACHES.items():
-        folder = Path(os.environ.get(variable) or default).expanduser()
-        there = folder.is_dir()
-        entries.append({"of": what, "folder": str(folder), "exists": there, "variable": variable})
-    return entries
+    own = {what: ("XDG_CACHE_HOME", user_cache(name)) for what, name in OWN_CACHES.items()}
+    others = {
+        # Without a home folder "~" stays; Path.expanduser would raise an error.
+        what: (variable, Path(os.path.expanduser(os.environ.get(variable) or default)))
+        for what, (variable, default) in CACHES.items()
+    }
+    return [
+        {"of": what, "folder": str(folder), "exists": folder.is_dir(), "variable": variable}
+        for what, (variable, folder) in {**own, **others}.items()
+    ]

@@ -271,12 +271,15 @@ def eager(*tensors: Tensor | None) -> bool:
     A custom op makes a call visible from outside: to `torch.compile` and `torch.jit.trace`, fake
     and other subclasses of tensors, dispatch and function modes, and profilers, which show its
     name. It costs 40 to 80 us of the host. The caller must make sure that no gradient is recorded.
+
+    On a CPU profilers see the operators of PyTorch, and those in C by `record_function`: there the
+    kernels that run are those that run without a profiler.
     """
     return (
         not is_compiling()
         and _dispatch_modes() == 0
         and _function_modes() == 0
-        and not _profiling()
+        and (not _profiling() or all([one is None or one.is_cpu for one in tensors]))
         and _jit_trace() is None
         and _PLAIN.issuperset(map(type, tensors))
     )

@@ -1,10 +1,11 @@
 """Autograd functions that `torch.func` never sees, and that have no second derivative."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from acmoe.errors import UserError
 
@@ -16,6 +17,15 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     definition under one (`dispatch.transforming`).
     """
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def as_saved(tensors: Iterable[Tensor | None]) -> list[Any]:
+    """Return saved tensors as kernels read them, from the first element to the last.
+
+    The hooks of `torch.autograd.graph.saved_tensors_hooks`, which compress or offload saved
+    tensors, may bring them back with other strides.
+    """
+    return [one if one is None or one.is_contiguous() else one.contiguous() for one in tensors]
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,11 +4,13 @@ On a CPU the kernels are interpreted and the times invented; a GPU is not needed
 """
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from acmoe.errors import UserError
 from acmoe.ops.device.block_sizes import Blocks
 from acmoe.ops.experts import ExpertWeights
 from acmoe.ops.experts.settings import lookup
@@ -262,11 +264,9 @@ class TestSettling:
         assert asked == []
 
 
-def test_a_layer_is_settled_once_for_each_kind_of_call(fresh, monkeypatch):
-    """A GPU is pretended; calls of one shape are then not looked at again."""
-    settled = []
+def pretended_gpu(fresh, monkeypatch):
+    """Return a function that prepares a call of a layer on a GPU that does not exist."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(fresh, "_settle", lambda size, layer, *rest: settled.append(rest[-1]))
 
     def prepare(tokens, act="relu", needs=False):
         x = SimpleNamespace(
@@ -279,6 +279,34 @@ def test_a_layer_is_settled_once_for_each_kind_of_call(fresh, monkeypatch):
         weights = ExpertWeights(up, down, None, None)
         fresh.prepare(x, weights, None, torch.zeros(tokens, 2), act)
 
+    return prepare
+
+
+def test_a_wrong_option_or_ctrl_c_leaves_a_layer_to_the_next_call(fresh, monkeypatch):
+    prepare = pretended_gpu(fresh, monkeypatch)
+    monkeypatch.setenv("ACMOE_TUNE", "always")
+    for _ in range(2):
+        with pytest.raises(UserError, match="ACMOE_TUNE='always' is unknown"):
+            prepare(8)
+    calls = []
+
+    def stopped(*rest):
+        calls.append(rest)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fresh, "_settle", stopped)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            prepare(8)
+    assert len(calls) == 2
+
+
+def test_a_layer_is_settled_once_for_each_kind_of_call(fresh, monkeypatch):
+    """A GPU is pretended; calls of one shape are then not looked at again."""
+    settled = []
+    prepare = pretended_gpu(fresh, monkeypatch)
+    monkeypatch.setattr(fresh, "_settle", lambda size, layer, *rest: settled.append(rest[-1]))
+
     for tokens in (8, 8, 7):  # 4 rows for an average expert, also of 7 tokens
         prepare(tokens)
     assert settled == [False]
@@ -289,3 +317,15 @@ def test_a_layer_is_settled_once_for_each_kind_of_call(fresh, monkeypatch):
     fresh.forget()
     prepare(8)
     assert len(settled) == 5
+
+
+def test_without_a_home_folder_nothing_is_remembered(fresh, monkeypatch, caplog):
+    from acmoe.ops.experts.tune import cache
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no HOME, and no such user
+    layer = Layer(64, 4, 64, 64, 64, torch.bfloat16)
+    what = cache.identity(layer, "relu", False, torch.bfloat16, torch.device("cpu"))
+    assert cache.read(what) == {} and not caplog.records
+    cache.write(what, {"copy": [True, False]})
+    assert "what was tuned is not kept for the next process" in caplog.text

@@ -265,10 +265,13 @@ def _check_options(
     if top_k is not None:
         check_whole(top_k, "top_k")
     check(top_p is None or 0 < top_p <= 1, f"top_p={top_p}; it must lie in (0, 1]")
-    check(
-        stop_token is None or 0 <= stop_token < model.config.vocab_size,
-        f"stop_token={stop_token}; the vocabulary is 0 to {model.config.vocab_size - 1}",
-    )
+    if stop_token is not None:
+        whole = hasattr(stop_token, "__index__") and not isinstance(stop_token, bool)
+        check(whole, f"stop_token={stop_token!r}; it must be a whole number")
+        check(
+            0 <= stop_token < model.config.vocab_size,
+            f"stop_token={stop_token}; the vocabulary is 0 to {model.config.vocab_size - 1}",
+        )
     check_generates(model.config)
 
 

@@ -30,7 +30,7 @@ from acmoe.ops.experts.repeated import (
 from acmoe.ops.experts.triton.sizes import Operands
 from acmoe.ops.flops import tell_counters
 from acmoe.ops.grad_mode import records_gradient
-from acmoe.ops.once import apply, differentiable_once
+from acmoe.ops.once import apply, as_saved, differentiable_once
 from acmoe.ops.sort.reference import Rows
 
 
@@ -54,7 +54,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        *tensors, h = ctx.saved_tensors
+        *tensors, h = as_saved(ctx.saved_tensors)
         operands = Operands(*tensors)
         options = GradientOptions(ctx.act, ctx.dropout, ctx.dtype, *ctx.needs_input_grad[4:6])
         if eager(grad, *operands):
@@ -166,7 +166,7 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
-    *tensors, h = ctx.saved_tensors
+    *tensors, h = as_saved(ctx.saved_tensors)
     options = GradientOptions(ctx.act, ctx.dropout, ctx.dtype, *ctx.needs_input_grad[-2:])
     found = _expert_mlp_backward(grad.contiguous(), *tensors, h, *options)
     dx, d_up, d_down, *biases, d_gate = _wanted(found, Operands(*tensors), options)

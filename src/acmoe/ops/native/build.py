@@ -2,10 +2,12 @@
 
 The shared library is in $XDG_CACHE_HOME/acmoe/native, by default ~/.cache/acmoe/native. Its name
 has a digest of the sources, the options, the compiler and the instructions of the CPU, so that
-machines which share a home folder do not run each other's code. If the folder cannot be written,
-each process compiles for itself.
+machines which share a home folder do not run each other's code. It also has a digest of the
+library's bytes: to load one that a full disk or a power cut left incomplete would end the process.
+If the folder cannot be written, each process compiles for itself.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -22,6 +24,7 @@ from pathlib import Path
 import torch
 
 from acmoe.config.environment import native_requested
+from acmoe.storage.user_cache import user_cache
 
 SOURCES = Path(__file__).parent / "source"
 CPU = "-march=native"  # instructions of this CPU
@@ -53,13 +56,16 @@ def build() -> ctypes.CDLL:
     if native_requested() == "never":
         raise BuildError("ACMOE_NATIVE=never", expected=True)
     compiler = find_compiler()
-    path = folder() / f"{identity(compiler)}.so"
-    try:
-        if path.exists():
+    name = identity(compiler)
+    for path in _kept(name):
+        try:
+            if _named(name, path) != path.name:
+                raise OSError("its content has changed")
             return ctypes.CDLL(str(path))
-    except OSError as error:
-        _log.warning("%s cannot be loaded (%s); it is compiled again", path, error)
-    return _compiled(compiler, path)
+        except OSError as error:
+            _log.warning("%s cannot be loaded (%s); it is compiled again", path, error)
+            _remove(path)
+    return _compiled(compiler, name)
 
 
 def find_compiler() -> list[str]:
@@ -79,9 +85,26 @@ def find_compiler() -> list[str]:
 
 def folder() -> Path:
     """Return the folder of compiled libraries, which need not exist."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    # Without a home folder "~" stays: nothing is kept then, least of all in a folder named "~".
-    return Path(os.devnull if base.startswith("~") else base) / "acmoe" / "native"
+    return user_cache("native")
+
+
+def _kept(name: str) -> list[Path]:
+    """Return the libraries of this identity: one at most, unless compilers differ in silence."""
+    try:
+        return sorted(folder().glob(f"{name}-*.so"))
+    except OSError as error:
+        _log.warning("%s cannot be read (%s); the C kernels are compiled", folder(), error)
+        return []
+
+
+def _named(name: str, library: Path) -> str:
+    """Return the name under which a library is kept: its identity, and a digest of its bytes."""
+    return f"{name}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so"
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def identity(compiler: list[str]) -> str:
@@ -106,19 +129,16 @@ def _instructions() -> str:
     return "\n".join([torch.backends.cpu.get_cpu_capability(), platform.processor(), *flags[:1]])
 
 
-def _compiled(compiler: list[str], path: Path) -> ctypes.CDLL:
-    """Compile to `path` and load it; where that cannot be written, to a temporary folder."""
+def _compiled(compiler: list[str], name: str) -> ctypes.CDLL:
+    """Compile, load the library and keep it."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="acmoe-native-", ignore_cleanup_errors=True) as drafts:
         draft = Path(drafts) / "kernels.so"
         _run_compiler(compiler, draft)
         if not draft.exists():
             raise BuildError(f"the C compiler {compiler[0]} wrote no library")
-        kept = _keep(draft, path)
-        try:
-            found = ctypes.CDLL(str(kept))  # a loaded library needs its file no longer
-        except OSError as error:
-            raise BuildError(f"the compiled library cannot be loaded: {error}") from error
+        kept = _keep(draft, name)
+        found = _loaded(kept, draft)  # a loaded library needs its file no longer
     took = time.perf_counter() - began
     _log.info("compiled the C kernels with %s in %.1f s: %s", compiler[0], took, kept)
     return found
@@ -134,9 +154,10 @@ def _run_compiler(compiler: list[str], to: Path) -> None:
         _run([*compiler, *[one for one in OPTIONS if one != CPU], *rest])
 
 
-def _keep(draft: Path, path: Path) -> Path:
-    """Move the draft to `path` in one step; return where the library is."""
+def _keep(draft: Path, name: str) -> Path:
+    """Move the draft to the folder of libraries in one step; return where the library is."""
     try:
+        path = folder() / _named(name, draft)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         os.close(handle)
@@ -153,6 +174,16 @@ def _keep(draft: Path, path: Path) -> Path:
         )
         return draft
     return path
+
+
+def _loaded(kept: Path, draft: Path) -> ctypes.CDLL:
+    """Load the library where it is kept, or the draft if that folder may hold no programs."""
+    try:
+        return ctypes.CDLL(str(kept))
+    except OSError as error:
+        if kept != draft:
+            return _loaded(draft, draft)
+        raise BuildError(f"the compiled library cannot be loaded: {error}") from error
 
 
 def _run(command: list[str]) -> str:

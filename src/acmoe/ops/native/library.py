@@ -4,9 +4,11 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, is_autocast_enabled
+from torch.autograd.profiler import record_function
 
 from acmoe.config.environment import native_requested
 from acmoe.errors import UserError
@@ -14,6 +16,8 @@ from acmoe.ops.dispatch import eager, log_once, transforming
 from acmoe.ops.native.build import BuildError, build
 
 SERVED = 0  # what a function returns if it has served the call
+
+_profiling = torch._C._autograd._profiler_enabled
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _SIGNATURES: dict[str, tuple[type, ...]] = {
@@ -55,7 +59,17 @@ class Functions:
     def __getattr__(self, name: str) -> Callable[..., int]:
         if name not in _SIGNATURES:
             raise AttributeError(name)
-        return self._found[name]
+        return _shown(name, self._found[name]) if _profiling() else self._found[name]
+
+
+def _shown(name: str, function: Callable[..., int]) -> Callable[..., int]:
+    """Return the function with a name that profilers show."""
+
+    def run(*args: Any) -> int:
+        with record_function(f"acmoe::{name} in C"):
+            return function(*args)
+
+    return run
 
 
 _lock = threading.Lock()

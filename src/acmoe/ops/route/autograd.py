@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 from acmoe.config.environment import router_saving_requested
 from acmoe.ops.dispatch import eager
 from acmoe.ops.flops import tell_counters
-from acmoe.ops.once import apply, differentiable_once
+from acmoe.ops.once import apply, as_saved, differentiable_once
 from acmoe.ops.taped import taped
 
 
@@ -189,7 +189,7 @@ def _backward(ctx, _ids, grad_gate, grad_affinity, grad_sum, _load, _first):  # 
 def _input_gradients(ctx, grad_gate, grad_affinity, grad_sum, grad_x):  # type: ignore[no-untyped-def]
     """Return the gradients of x, of the embedding and of the bias."""
     # Read once: checkpointing unpacks each tensor only once.
-    *saved, share, kept = ctx.saved_tensors
+    *saved, share, kept = as_saved(ctx.saved_tensors)
     x, embedding = saved[:2]
     has_bias = ctx.bias_dtype is not None
     grads = (grad_gate, grad_affinity, grad_sum, grad_x)

@@ -22,7 +22,7 @@ from acmoe.ops.native.library import (
     unsupported_size,
 )
 from acmoe.ops.native.library import unsupported as not_native
-from acmoe.ops.once import apply
+from acmoe.ops.once import apply, as_saved
 from acmoe.ops.route.reference import Route, check_route, route
 from acmoe.ops.route.tokens import ScaledTokens, rows_of
 
@@ -167,7 +167,7 @@ class _Router(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        saved = Saved(*ctx.saved_tensors)
+        saved = Saved(*as_saved(ctx.saved_tensors))
         plain = eager(*saved, *grads) and not transforming() and not torch.is_grad_enabled()
         # One of many gradients (`is_grads_batched`) has no memory.
         run = _backward if plain and not any(map(_batched, grads)) else _in_torch

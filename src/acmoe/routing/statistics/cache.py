@@ -86,16 +86,22 @@ class LayerCache(NamedTuple):
     router: StatisticsSlot | None
     next_state: StatisticsSlot | None
 
-    def check_batch(self, x: Tensor) -> None:
-        """Raise a UserError unless the cache was made for as many sequences as x has."""
-        found = x.shape[0] if x.dim() == 3 else 1
-        for slot in self:
-            made_for = None if slot is None else slot.num_sequences
-            if made_for not in (None, found):
-                raise UserError(
-                    f"cache was made for {made_for} sequences, and x has {found}; call "
-                    f"new_cache({found}, ...)"
-                )
+
+def check_cache(cache: object, x: Tensor) -> None:
+    """Raise a UserError unless this is a layer's cache, made for as many sequences as x has."""
+    if not isinstance(cache, LayerCache):
+        raise UserError(
+            f"cache is a {type(cache).__name__}; pass this layer's own, which its new_cache gave, "
+            "or None"
+        )
+    found = x.shape[0] if x.dim() == 3 else 1
+    for slot in cache:
+        made_for = None if slot is None else slot.num_sequences
+        if made_for not in (None, found):
+            raise UserError(
+                f"cache was made for {made_for} sequences, and x has {found}; call "
+                f"new_cache({found}, ...)"
+            )
 
 
 def check_inference(x: Tensor) -> None:

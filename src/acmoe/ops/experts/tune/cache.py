@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 from pathlib import Path
 
 import torch
@@ -19,14 +18,14 @@ from acmoe.errors import UserError
 from acmoe.ops.experts.settings.rules import Layer
 from acmoe.ops.experts.settings.tables import Table, is_row, key
 from acmoe.storage.atomic import replace_text
+from acmoe.storage.user_cache import user_cache
 
 _log = logging.getLogger("acmoe")
 
 
 def folder() -> Path:
     """Return the folder of the measurements, which need not exist."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "acmoe" / "experts"
+    return user_cache("experts")
 
 
 @functools.cache
@@ -67,7 +66,7 @@ def read(what: dict[str, object]) -> Table:
         found = json.loads(path.read_text(encoding="utf-8"))
         rows = found["rows"] if found["of"] == what else {}
         valid = all(is_row(key(name, 1, 1, 1), row) for name, row in rows.items())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         _log.warning("%s cannot be read (%s); the layer is tuned again", path, error)

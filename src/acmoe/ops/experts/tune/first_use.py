@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from acmoe.config.environment import tuning_requested
+from acmoe.errors import UserError
 from acmoe.ops.experts.reference import ExpertWeights
 from acmoe.ops.experts.settings import lookup, rules, tables
 from acmoe.ops.experts.settings.rules import Layer
@@ -61,7 +62,11 @@ def prepare(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, activat
     with _lock:
         if settled not in _settled:
             _settled.add(settled)
-            _settle(size, layer, x, weights, rows, gate, backward)
+            try:
+                _settle(size, layer, x, weights, rows, gate, backward)
+            except (UserError, KeyboardInterrupt):  # the next call asks again
+                _settled.discard(settled)
+                raise
         if len(_calls) >= MOST_CALLS:
             _calls.clear()
         _calls.add(call)
