@@ -175,10 +175,10 @@ def test_a_layer_by_pipelined_gemms_is_the_layer(
         monkeypatch.setattr(hopper_launch, name, noted(called, getattr(hopper_launch, name)))
     table = {
         "pipeline_hidden/256/256/4": ["ping-pong", 2, 2],
-        "pipeline_down/256/256/4": ["cooperative", 3, 0, 2],
+        "pipeline_down/256/256/4": ["cooperative", 3],
         "pipeline_input/256/256/4": ["ping-pong", 3],
-        "pipeline_down_weight/256/256/4": ["cooperative", 2, 0, 0, gathers],
-        "pipeline_up_weight/256/256/4": ["cooperative", 2, 0, 0, gathers],
+        "pipeline_down_weight/256/256/4": ["cooperative", 2, 0, gathers],
+        "pipeline_up_weight/256/256/4": ["cooperative", 2, 0, gathers],
         "copy/256/256/4": [False, copied],
     }
     monkeypatch.setattr(tables, "user_table", lambda: table)
