@@ -26,6 +26,17 @@ enum { SERVED = 0, NOT_SERVED = 1, NO_MEMORY = 2 };
 enum { LANES = 8 };
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t marks __attribute__((vector_size(4 * LANES)));
+
+/* Return the first address from here on that is aligned for vectors. */
+static inline lanes *aligned(void *memory) {
+    return (lanes *)(((uintptr_t)memory + sizeof(lanes) - 1) / sizeof(lanes) * sizeof(lanes));
+}
+
+/* Return `yes` in the lanes whose mark is -1, and `no` where it is 0. */
+static inline lanes either(marks mark, lanes yes, lanes no) {
+    return (lanes)((mark & (marks)yes) | (~mark & (marks)no));
+}
 
 /* Return the first `number` of eight floats, and zeros. */
 static inline lanes load(const float *from, int64_t number) {

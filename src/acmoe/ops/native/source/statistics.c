@@ -146,7 +146,7 @@ static void scale_of(const struct clusters *of, const float *spread, double floo
     }
 }
 
-/* Measure the clusters of x. pending_mean, pending_count and scale may be NULL.
+/* Measure the clusters of x. spread, number, pending_mean, pending_count and scale may be NULL.
 
    NOT_SERVED: a token has no cluster, or a dispersion is not finite. */
 int acmoe_statistics(const float *x, const int64_t *cluster, int64_t T, int64_t D, int64_t C,
@@ -156,18 +156,21 @@ int acmoe_statistics(const float *x, const int64_t *cluster, int64_t T, int64_t 
     if (outside(cluster, T, 0, C)) return NOT_SERVED;
     const size_t size = (size_t)(C * D);
     struct clusters of = {x, cluster, T, D, C, NULL, NULL, NULL, NULL, NULL};
-    char *work = calloc(1, size * (sizeof(double) + 2 * sizeof(float)) + 2 * sizeof(int64_t) * (size_t)C);
+    const size_t own = spread == NULL ? size : 0;
+    char *work = calloc(1, size * (sizeof(double) + 2 * sizeof(float)) + own * sizeof(float) +
+                               2 * sizeof(int64_t) * (size_t)C);
     if (work == NULL) return NO_MEMORY;
     of.sum = (double *)work;
     of.first = (int64_t *)(of.sum + size);
     of.number = of.first + C;
     of.mean = (float *)(of.number + C);
     of.part = of.mean + size;
+    if (spread == NULL) spread = of.part + size;
     count(&of);
     means(&of);
     const int finite = dispersion(&of, measure, spread) == 0;
     if (finite) {
-        for (int64_t c = 0; c < C; c++) number[c] = (float)of.number[c];
+        for (int64_t c = 0; number != NULL && c < C; c++) number[c] = (float)of.number[c];
         if (scale != NULL) scale_of(&of, spread, floor, eps, min_tokens, of.sum, scale);
         if (pending_mean != NULL) add(&of, spread, pending_mean, pending_count, least);
     }
