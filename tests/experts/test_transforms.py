@@ -166,7 +166,7 @@ def test_a_batched_backward_of_a_language_model_is_a_loop_of_backwards(loss, gen
     for index in range(2):
         wanted = torch.autograd.grad(found, learned, given[index], **options)
         for one, other in zip(batched, wanted, strict=True):
-            torch.testing.assert_close(one[index], other, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(one[index], other, rtol=1e-4, atol=5e-6)
 
 
 def test_the_vectorized_hessian_is_that_of_autograd(generator):

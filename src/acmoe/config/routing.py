@@ -23,7 +23,14 @@ from acmoe.config.base_routers import (
 )
 from acmoe.config.moved import WithMovedFields, import_hint
 from acmoe.config.presets import PRESETS
-from acmoe.config.scale_codes import MEASURES, MODES, NORMALIZATIONS, scale_codes
+from acmoe.config.scale_codes import (
+    CLUSTERS,
+    MEASURES,
+    MODES,
+    NORMALIZATIONS,
+    SCALES,
+    scale_codes,
+)
 from acmoe.errors import UserError, check, check_choice, check_not_negative, check_positive
 
 Statistics = Literal["batch", "running", "prefix", "sequence"]
@@ -89,6 +96,11 @@ class RandomConfig:
         check_types(self)
         check_not_negative(self.std, "std")
         check(self.mix >= 1, f"mix={self.mix}; it must be at least 1")
+
+    @property
+    def origin_shape(self) -> tuple[int, ...]:
+        """Return the shape of `RoutingState.origin` in a state that is made for this router."""
+        return 0, CLUSTERS, 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +237,7 @@ class AdaptiveConfig(WithMovedFields):
             self.min_tokens > 0 or self.eps > 0,
             "min_tokens=0 takes 1/s of empty clusters; it needs eps > 0",
         )
+        _ = self.origin_shape  # now: torch.compile cannot trace the lock of a cached property
 
     @cached_property
     def modes(self) -> Modes:
@@ -241,6 +254,14 @@ class AdaptiveConfig(WithMovedFields):
     def scale_codes(self) -> tuple[int, ...]:
         """Return numbers that say how the scale is measured, to compare two configs by."""
         return scale_codes(self)
+
+    @cached_property
+    def origin_shape(self) -> tuple[int, ...]:
+        """Return the shape of `RoutingState.origin` in a state that is made for this router."""
+        if self.reads == "previous":
+            return 0, SCALES, int(self.detach), *self.scale_codes
+        # Whether no gradient flows through the weights of a token's clusters.
+        return 0, CLUSTERS, int(self.mix == 1 or self.detach)
 
     @classmethod
     def preset(cls, name: str) -> "AdaptiveConfig":

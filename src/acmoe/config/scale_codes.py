@@ -1,4 +1,4 @@
-"""Small whole numbers that say how an adaptive config measures its scales.
+"""Small whole numbers that say what a layer computes for the next router, and how it measures.
 
 A layer writes them into the routing state that it hands on, and the router that reads the state
 compares them with its own (routing/origin.py).
@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from numbers import Real
 from typing import Any
+
+# What a layer computes for the next router: nothing, clusters, or clusters and their scales.
+NOTHING, CLUSTERS, SCALES = range(3)
 
 MODES = ("batch", "running", "prefix", "sequence")
 MEASURES = ("mad", "variance", "std", "gini", "iqr")

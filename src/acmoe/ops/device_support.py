@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from acmoe.ops.dispatch import requested
-from acmoe.ops.environment import is_set
+from acmoe.ops.environment import INTERPRET, STORED
 
 # Looked up once, at import, so that `torch.compile` sees constants.
 _installed = {name: importlib.util.find_spec(name) is not None for name in ("triton", "sonicmoe")}
@@ -26,7 +26,7 @@ def installed(package: str) -> bool:
 
 def interpreting() -> bool:
     """Return True if Triton's interpreter runs kernels on the CPU, which tests do."""
-    if not is_compiling() and not is_set("TRITON_INTERPRET"):
+    if not is_compiling() and INTERPRET not in STORED:
         return False
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -69,8 +69,9 @@ def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False
     on_cpu: False if the interpreter is so slow that it must be requested by name.
     integers: x holds whole numbers.
     """
-    if x.is_cpu and on_cpu and installed("triton") and not interpreting():
-        return _NOT_ON_CPU  # first: calls on a CPU ask, too, and wait for the answer
+    # First: calls on a CPU ask, too, and wait for the answer.
+    if x.is_cpu and on_cpu and not (is_compiling() or INTERPRET in STORED) and _installed["triton"]:
+        return _NOT_ON_CPU
     device = x.device
     kind = device, x.dtype, integers
     if not is_compiling() and kind in _served and torch.version.hip is None:

@@ -269,14 +269,17 @@ def eager(*tensors: Tensor | None) -> bool:
     """Return True if a kernel may be launched right away, without a custom op around it.
 
     A custom op makes a call visible from outside: to `torch.compile` and `torch.jit.trace`, fake
-    and other subclasses of tensors, dispatch and function modes, and profilers, which show its
-    name. It costs 40 to 80 us of the host. The caller must make sure that no gradient is recorded.
+    and other subclasses of tensors, dispatch and function modes, transforms of `torch.func`, and
+    profilers, which show its name. It costs 40 to 80 us of the host. The caller must make sure that
+    no gradient is recorded.
 
     On a CPU profilers see the operators of PyTorch, and those in C by `record_function`: there the
     kernels that run are those that run without a profiler.
     """
     return (
         not is_compiling()
+        and not _any_transform()
+        and forward_ad._current_level < 0
         and _dispatch_modes() == 0
         and _function_modes() == 0
         and (not _profiling() or all([one is None or one.is_cpu for one in tensors]))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import eager, transforming
+from acmoe.ops.dispatch import eager
 
 _made: dict[tuple[object, ...], Tensor] = {}
 
@@ -13,13 +13,13 @@ def no_elements(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Ten
 
     Nothing can be written to it, so that eager calls share one: making it takes 3 us and more.
     """
-    if not eager(like) or transforming():
+    if not eager(like):
         return _new(shape, dtype, like.device)
     return shared_empty(shape, dtype, like.device)
 
 
 def shared_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the tensor of `no_elements`, in a call that is `eager` and that nobody transforms."""
+    """Return the tensor of `no_elements`, in a call that is `eager`."""
     key = (shape, dtype, device, torch.is_inference_mode_enabled())
     found = _made.get(key)
     if found is None:

@@ -7,9 +7,10 @@ import os
 from typing import Any
 
 # The dictionary inside `os.environ`, whose names and values are encoded.
-_STORED: Any = getattr(os.environ, "_data", os.environ)
-_encoded: Any = getattr(os.environ, "encodekey", str) if _STORED is not os.environ else str
+STORED: Any = getattr(os.environ, "_data", os.environ)
+_encoded: Any = getattr(os.environ, "encodekey", str) if STORED is not os.environ else str
 _NAMES = {name: _encoded(name) for name in ("ACMOE_BACKEND", "ACMOE_GLUON", "TRITON_INTERPRET")}
+INTERPRET = _NAMES["TRITON_INTERPRET"]  # its name in STORED
 
 
 def is_set(name: str) -> bool:
@@ -18,4 +19,4 @@ def is_set(name: str) -> bool:
     Eager calls ask several times. `os.environ` encodes the name, raises a KeyError and catches it,
     which takes 1.5 us; its dictionary answers in 0.1.
     """
-    return _NAMES[name] in _STORED
+    return _NAMES[name] in STORED

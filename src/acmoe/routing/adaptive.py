@@ -72,7 +72,9 @@ class AdaptiveRouter(RescalingRouter):
     ) -> ScaledTokens:
         """Return M_k* h for every token (Eqn. 8)."""
         check_state(state, x, self.mix, self.num_experts, self.config)
-        scale = self.cluster_scale(x, state, token_mask, cache)
+        scale = state.scale
+        if self.statistics is not None:
+            scale = self.cluster_scale(x, state, token_mask, cache)
         if scale.dim() == 2 and self.mix == 1:  # one M per cluster, the same for all its tokens
             return ScaledTokens(x, scale, state.assignment.view(-1), state.order)
         scaled = bounded(x.to(accumulation_dtype(x.dtype))) * token_scale(scale, state, x)
@@ -92,15 +94,16 @@ class AdaptiveRouter(RescalingRouter):
         """
         if self.statistics is None:
             return state.scale
-        x_BLD = x if x.dim() == 3 else x[None]
-        mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
+        if x.dim() == 2 and self.statistics.mode in ("prefix", "sequence"):  # one sequence
+            x, token_mask = x[None], None if token_mask is None else token_mask[None]
         if self.statistics.mode == "prefix":
-            assignment_BLJ = state.assignment.view(*x_BLD.shape[:-1], self.mix)
-            return self.statistics.prefix_scale(x_BLD, assignment_BLJ, mask_BL, cache)
-        first_BL = state.assignment[:, 0].view(x_BLD.shape[:-1])
-        order = state.order if mask_BL is None else None
+            assignment_BLJ = state.assignment.view(*x.shape[:-1], self.mix)
+            return self.statistics.prefix_scale(x, assignment_BLJ, token_mask, cache)
+        first = state.assignment[:, 0].view(x.shape[:-1])
+        order = state.order if token_mask is None else None
+        chosen_C = state.scale[:, 0] if self.config.mean_over == "chosen" else None
         return self.statistics.cluster_scale(
-            x_BLD, first_BL, mask_BL, cache, order=order, chosen_C=state.scale[:, 0]
+            x, first, token_mask, cache, order=order, chosen_C=chosen_C
         )
 
     def new_slot(

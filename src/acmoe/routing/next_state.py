@@ -14,7 +14,12 @@ from acmoe.errors import UserError, check
 from acmoe.ops.empty import no_elements
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.reentrant import check_reentrant
-from acmoe.ops.sort.order import no_order, worth_routing_sorted, worth_sorting
+from acmoe.ops.sort.order import (
+    no_order,
+    order_is_read,
+    worth_routing_sorted,
+    worth_sorting,
+)
 from acmoe.ops.statistics.scale import up_to_last
 from acmoe.routing.origin import NextRouter, describe, holds_nothing, origin_codes, origin_shape
 from acmoe.routing.rescaling import RescalingRouter
@@ -119,14 +124,19 @@ class NextState(nn.Module):
             first_T=routing.first,
             before=state.membership,
         )
-        chosen_C = self._chosen(routing, assignment, token_mask)
+        chosen_C = None
+        if self.next_router.mean_over != "all":
+            chosen_C = self._chosen(routing, assignment, token_mask)
         first_T = assignment[:, 0] if routing.first is None else routing.first
         scale = self._scale(x, first_T, state, token_mask, slot, order, chosen_C)
         # The order of a masked call is valid for the same mask only, which the next router cannot
         # check.
         if order is None or token_mask is not None:
             order = no_order(x)
-        return RoutingState(assignment, membership, scale, aux_loss, order, self._origin(x))
+        origin = state.origin
+        if origin.shape != self.next_router.origin_shape or origin.device != x.device:
+            origin = self._origin(x)
+        return RoutingState(assignment, membership, scale, aux_loss, order, origin)
 
     def _without_clusters(
         self, x: Tensor, routing: Routing, state: RoutingState, aux_loss: Tensor, first_layer: bool
@@ -169,15 +179,11 @@ class NextState(nn.Module):
                 x, first, mask, slot, order=order, chosen_C=chosen_C
             )
 
-    def _chosen(
-        self, routing: Routing, assignment: Tensor, token_mask: Tensor | None
-    ) -> Tensor | None:
-        """Return (C,) True for experts that a token chose, or None if no option needs it.
+    def _chosen(self, routing: Routing, assignment: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Return (C,) True for experts that a token chose.
 
         All k choices count, and the clusters whose scales are mixed.
         """
-        if self.next_router is None or self.next_router.mean_over == "all":
-            return None
         C = routing.affinity.shape[-1]
         ids_TX = torch.cat([routing.expert_ids, assignment], dim=1)
         if token_mask is not None:
@@ -196,7 +202,7 @@ class NextState(nn.Module):
         """
         if not isinstance(self.next_router, AdaptiveConfig) or routing.first is None:
             return None
-        if torch.compiler.is_exporting():
+        if not order_is_read(routing.first) or torch.compiler.is_exporting():
             return None
         mode = self.next_router.modes.when(training=self.training)
         served = self.next_router.mix == 1 and mode in ("batch", "running")

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig
-from acmoe.config.scale_codes import CODED, other_options
+from acmoe.config.scale_codes import CLUSTERS, CODED, NOTHING, SCALES, other_options
 from acmoe.errors import UserError
 from acmoe.ops.empty import no_elements
-
-NOTHING, CLUSTERS, SCALES = range(3)
 
 NextRouter = AdaptiveConfig | RandomConfig
 
@@ -32,22 +30,8 @@ def new_origin(codes: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def origin_shape(next_router: NextRouter | None) -> tuple[int, ...]:
-    """Return the shape of the origin of a state made for the router of that config.
-
-    Every call of a layer asks for it twice, so that it is remembered. Configs cannot be changed.
-    """
-    if torch.compiler.is_compiling():
-        return (0, *origin_codes(next_router))
-    found = _shapes.get(id(next_router))
-    if found is None or found[0] is not next_router:
-        if len(_shapes) >= _MOST_SHAPES:
-            _shapes.clear()
-        found = _shapes[id(next_router)] = next_router, (0, *origin_codes(next_router))
-    return found[1]
-
-
-_MOST_SHAPES = 1000
-_shapes: dict[int, tuple[NextRouter | None, tuple[int, ...]]] = {}  # by the id of the config
+    """Return the shape of the origin of a state made for the router of that config."""
+    return (0, NOTHING) if next_router is None else next_router.origin_shape
 
 
 def holds_nothing(origin: Tensor) -> bool:
@@ -57,16 +41,7 @@ def holds_nothing(origin: Tensor) -> bool:
 
 def origin_codes(next_router: NextRouter | None) -> tuple[int, ...]:
     """Return the codes of a state made for the router of that config."""
-    if next_router is None:
-        return (NOTHING,)
-    if isinstance(next_router, AdaptiveConfig) and next_router.reads == "previous":
-        return (SCALES, int(next_router.detach), *next_router.scale_codes)
-    return (CLUSTERS, _detaches_weights(next_router))
-
-
-def _detaches_weights(config: NextRouter) -> int:
-    """Return 1 if no gradient flows through the weights of a token's clusters, else 0."""
-    return int(config.mix == 1 or config.detach)
+    return origin_shape(next_router)[1:]
 
 
 def changed_origin(origin: Tensor, *, assignment: bool, scale: bool) -> Tensor:
@@ -85,8 +60,6 @@ def changed_origin(origin: Tensor, *, assignment: bool, scale: bool) -> Tensor:
 
 def check_origin(origin: Tensor, reader: NextRouter) -> None:
     """Raise a UserError if the router of that config cannot use a state of this origin."""
-    if origin.shape == origin_shape(reader):
-        return
     codes, wanted = tuple(origin.shape[1:]), origin_codes(reader)
     if codes in ((), wanted):
         return

@@ -3,14 +3,12 @@
 Such a router needs the state of the layer before; where no call gets one, `count_state` warns.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig
 from acmoe.ops.route import ScaledTokens
-from acmoe.routing.counted_states import count_call
+from acmoe.routing.counted_states import Calls, count_call
 from acmoe.routing.router import Router, unwrapped
 from acmoe.routing.state import Routing, RoutingState, check_mix
 
@@ -53,12 +51,8 @@ class RescalingRouter(Router):
         if "base" in self._modules:
             unwrapped(self.base).losses = value
 
-    def forward(
-        self, x: Tensor | ScaledTokens, state: RoutingState | None = None, **options: Any
-    ) -> Routing:
-        if self.next_layer is not None:  # no MoE layer is around it, which would count the state
-            count_state(self, state)
-        return super().forward(x, state, **options)
+    def count_alone(self, state: RoutingState | None) -> None:
+        count_state(self, state)
 
     def route(
         self,
@@ -74,6 +68,10 @@ class RescalingRouter(Router):
 
 def count_state(router: Router, state: RoutingState | None) -> None:
     """Count a training call of an adaptive layer; a warning says if calls never get a state."""
-    exporting = torch.compiler.is_exporting()  # a call of the exporter's, not of a training
-    if router.training and isinstance(router, RescalingRouter) and not exporting:
-        count_call(state is not None, torch.compiler.is_compiling())
+    if not router.training or not isinstance(router, RescalingRouter):
+        return
+    if not torch.compiler.is_compiling():
+        if not Calls.passed:  # else there is nothing left to count
+            count_call(state is not None, False)
+    elif not torch.compiler.is_exporting():  # a call of the exporter's is none of a training
+        count_call(state is not None, True)

@@ -74,6 +74,8 @@ class Router(Layer):
         """
         if isinstance(x, ScaledTokens):
             return self.route(x, token_mask=token_mask, token_ids=token_ids)
+        if self.next_layer is not None:
+            self.count_alone(state)
         state = self.state_for(x, state)
         check_token_mask(x, token_mask)
         x = blank(x, token_mask)
@@ -83,6 +85,9 @@ class Router(Layer):
             if self.scale_experts:
                 routing = routing._replace(expert_input=tokens.dense().to(x.dtype))
         return routing
+
+    def count_alone(self, state: RoutingState | None) -> None:
+        """Count a call of a router without an MoE layer around it, if it needs a state."""
 
     @property
     def loss_group(self) -> str:

@@ -165,7 +165,7 @@ def _linear(
 
 def _outer(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
     """Return the (E, O, I) weight gradient; it has a gradient itself where one is recorded."""
-    if transforming() or not _direct(grad_NO, x_NI) or records_gradient(grad_NO, x_NI):
+    if not _direct(grad_NO, x_NI) or records_gradient(grad_NO, x_NI):
         found: Tensor = _grouped_outer(grad_NO, x_NI, offsets_E)
         return found
     return outer_by_expert(grad_NO, x_NI, offsets_E)
@@ -188,7 +188,7 @@ def _batched(grad: Tensor) -> bool:
 
 def adds_bias(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor) -> bool:
     """Return True if `grouped_linear` takes the bias of this call."""
-    return not transforming() and _direct(x_NI, weight_EOI, bias_EO)
+    return _direct(x_NI, weight_EOI, bias_EO)
 
 
 def grouped_linear(

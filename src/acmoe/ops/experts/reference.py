@@ -90,7 +90,7 @@ def activated(h_NW: Tensor, activation: str) -> Tensor:
     On a CPU relu overwrites h: new memory would take longer than the activation. Backward reads the
     result. Modes see no tensor change, because one may keep h (selective checkpointing).
     """
-    if activation == "relu" and h_NW.device.type == "cpu" and eager(h_NW) and not transforming():
+    if activation == "relu" and h_NW.device.type == "cpu" and eager(h_NW):
         return F.relu_(h_NW)
     return ACTIVATIONS[activation](h_NW)
 

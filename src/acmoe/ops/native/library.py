@@ -4,6 +4,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.autograd.profiler import record_function
 
 from acmoe.config.environment import native_requested
 from acmoe.errors import UserError
-from acmoe.ops.dispatch import eager, log_once, transforming
+from acmoe.ops.dispatch import eager, log_once
 from acmoe.ops.native.build import BuildError, build
 
 SERVED = 0  # what a function returns if it has served the call
@@ -33,16 +34,25 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 class Functions:
     """The functions of the library by their names, or the reason why there are none."""
 
+    statistics: Callable[..., int]
+    sort_rows: Callable[..., int]
+    route: Callable[..., int]
+    route_backward: Callable[..., int]
+    rows_times_weights: Callable[..., int]
+    combine: Callable[..., int]
+
     def __init__(self) -> None:
         self.reason: str | None = None
-        self._found: dict[str, Callable[..., int]] = {}
+        self.shown: Any = self  # the same functions, with names that profilers show
         try:
-            library = build()
+            library, shown = build(), SimpleNamespace()
             for name, types in _SIGNATURES.items():
                 function = getattr(library, f"acmoe_{name}")
                 function.argtypes = types
                 function.restype = ctypes.c_int
-                self._found[name] = function
+                setattr(self, name, function)
+                setattr(shown, name, _shown(name, function))
+            self.shown = shown
         except UserError:  # a value of ACMOE_NATIVE that does not exist
             raise
         # Whatever else fails, the layer runs on other kernels.
@@ -55,11 +65,6 @@ class Functions:
                 + (f" ({fix})" if native_requested() == "auto" else ""),
                 logging.INFO if expected else logging.WARNING,
             )
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        if name not in _SIGNATURES:
-            raise AttributeError(name)
-        return _shown(name, self._found[name]) if _profiling() else self._found[name]
 
 
 def _shown(name: str, function: Callable[..., int]) -> Callable[..., int]:
@@ -82,7 +87,8 @@ def functions() -> Functions:
         with _lock:
             if not _made:
                 _made.append(Functions())
-    return _made[0]
+    found: Functions = _made[0].shown if _profiling() else _made[0]
+    return found
 
 
 def unsupported(*tensors: Tensor | None) -> str | None:
@@ -90,7 +96,7 @@ def unsupported(*tensors: Tensor | None) -> str | None:
 
     It must be asked before any size is: a traced branch would bind the graph to one.
     """
-    if not eager(*tensors) or transforming():
+    if not eager(*tensors):
         return "somebody traces or observes the call"
     for one in tensors:
         if one is None:
@@ -118,7 +124,9 @@ def unsupported_ids(*tensors: Tensor | None) -> str | None:
 
 def missing() -> str | None:
     """Return the reason why there is no library, or None; it is compiled where it is missing."""
-    return functions().reason
+    if not _made:
+        functions()
+    return _made[0].reason
 
 
 def unsupported_size(number: int, most: int, what: str) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import eager, transforming
+from acmoe.ops.dispatch import eager
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.native.library import (
     SERVED,
@@ -56,10 +56,14 @@ def unsupported(
     """Return the reason why the kernel cannot serve this call, or None."""
     x, scale_CD, cluster_T = tokens.x, tokens.scale, tokens.assignment
     reason = not_native(x, embedding, bias, scale_CD)
+    if (
+        tokens.product is not None and reason is None
+    ):  # and x: the plain router runs where this does
+        x, reason = tokens.product, not_native(tokens.product)
     if reason is not None:
         return reason
-    if token_mask is not None or noise is not None or tokens.product is not None:
-        return "it takes tokens without mask, noise and product"
+    if token_mask is not None or noise is not None:
+        return "it takes tokens without mask and noise"
     if records_gradient(scale_CD):
         return "it has no gradient for the scale"
     reason = unsupported_ids(cluster_T)
@@ -95,6 +99,15 @@ def route_in_c(
     """
     check_route(tokens, embedding, top_k, token_mask, noise)
     settings = Settings(top_k, over_selected, temperature, balance_weight)
+    if tokens.product is not None:
+        found = _routed(ScaledTokens(tokens.product), embedding, bias, settings)
+        return found._replace(x=tokens.x)
+    return _routed(tokens, embedding, bias, settings)
+
+
+def _routed(
+    tokens: ScaledTokens, embedding: Tensor, bias: Tensor | None, settings: Settings
+) -> Route:
     found = _forward(tokens, embedding, bias, settings)
     if found is None:  # huge tokens, NaN, or a cluster that does not exist
         return _definition(tokens, embedding, bias, settings)
@@ -168,7 +181,7 @@ class _Router(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         saved = Saved(*as_saved(ctx.saved_tensors))
-        plain = eager(*saved, *grads) and not transforming() and not torch.is_grad_enabled()
+        plain = eager(*saved, *grads) and not torch.is_grad_enabled()
         # One of many gradients (`is_grads_batched`) has no memory.
         run = _backward if plain and not any(map(_batched, grads)) else _in_torch
         return *run(saved, ctx.shape, ctx.settings, ctx.needs_input_grad, grads), *[None] * 3

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from acmoe.ops.device_support import interpreting
 from acmoe.ops.empty import no_elements
 
 ALIGNMENT = 64  # slots; the height of the kernels' tiles
@@ -76,6 +77,11 @@ def num_slots(num_tokens: int, num_clusters: int) -> int:
 def no_order(like: Tensor) -> Tensor:
     """Return the order of unsorted tokens: an empty int32 tensor on the device of `like`."""
     return no_elements((0,), torch.int32, like)
+
+
+def order_is_read(cluster: Tensor) -> bool:
+    """Return True if kernels of that device read an order: those in Triton do."""
+    return not cluster.is_cpu or interpreting()
 
 
 def worth_sorting(num_tokens: int, num_clusters: int) -> bool:

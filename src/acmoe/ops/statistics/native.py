@@ -22,6 +22,9 @@ from acmoe.ops.statistics.scale import ScaleOptions
 
 MOST = 2**20  # numbers in the tokens, up to which one thread takes less time than torch's calls
 
+NO_SCALE = (None, 0.0, 0.0, 0)
+_MEASURES = {name: code for code, name in enumerate(cpu.MEASURES)}
+Pointers = tuple[int | None, int | None]
 Pending = tuple[Tensor, Tensor, int]  # arguments `mean_CX`, `count_C` and `least` of `add_batch`
 
 
@@ -43,12 +46,12 @@ def measured_dispersion(
     add_to: Pending | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the op `measure_dispersion`; arguments are those of `cpu.measured_dispersion`."""
-    found = _measured(x_TD, cluster_T, num_clusters, measure, None, add_to)
-    if found is None:
+    spread_CD, count_C = x_TD.new_empty(num_clusters, x_TD.shape[1]), x_TD.new_empty(num_clusters)
+    results = spread_CD.data_ptr(), count_C.data_ptr()
+    if not _served(x_TD, cluster_T, num_clusters, measure, add_to, results, NO_SCALE):
         return cpu.measured_dispersion(
             x_TD, cluster_T, num_clusters, measure=measure, out=out, add_to=add_to
         )
-    spread_CD, count_C, _ = found
     for buffer, value in zip(out or (), (spread_CD, count_C), strict=False):
         buffer.copy_(value)
     return spread_CD, count_C
@@ -67,48 +70,46 @@ def measured_scale(
     add_to: Pending | None = None,
 ) -> Tensor:
     """Compute the op `measure_scale`; arguments are those of `cpu.measured_scale`."""
-    found = _measured(x_TD, cluster_T, num_clusters, measure, options, add_to)
-    if found is None:
+    scale_CD = x_TD.new_empty(num_clusters, x_TD.shape[1])
+    rule = scale_CD.data_ptr(), options.floor, options.eps, options.min_tokens
+    results: Pointers = (None, None)
+    if out is not None:
+        spread_CD, count_C = torch.empty_like(scale_CD), x_TD.new_empty(num_clusters)
+        results = spread_CD.data_ptr(), count_C.data_ptr()
+    if not _served(x_TD, cluster_T, num_clusters, measure, add_to, results, rule):
         return cpu.measured_scale(
             *(x_TD, cluster_T, num_clusters, options), measure=measure, out=out, add_to=add_to
         )
-    spread_CD, count_C, scale_CD = found
-    for buffer, value in zip(out or (), (spread_CD, count_C), strict=False):
-        buffer.copy_(value)
+    if out is not None:
+        out[0].copy_(spread_CD)
+        out[1].copy_(count_C)
     return scale_CD
 
 
-def _measured(
+def _served(
     x_TD: Tensor,
     cluster_T: Tensor,
     num_clusters: int,
     measure: str,
-    options: ScaleOptions | None,
     add_to: Pending | None,
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return dispersion (C, D), count (C,) and, with options, the scale (C, D); None: not served.
+    results: Pointers,
+    rule: tuple[int | None, float, float, int],
+) -> bool:
+    """Write the results; return False if a token has no cluster, or a dispersion is not finite.
 
-    Then a token has no cluster, or a dispersion is not finite.
+    results: memory of dispersion (C, D) and count (C,), or None. rule: memory of the scale (C, D),
+    or None, and the options floor, eps and min_tokens.
     """
     T, D = x_TD.shape
-    spread_CD = x_TD.new_empty(num_clusters, D)
-    count_C = x_TD.new_empty(num_clusters)
     mean_CD, total_C, least = add_to or (None, None, 0)
     if mean_CD is not None and not mean_CD.is_contiguous():
-        return None
-    floor, eps, min_tokens, scale_CD = 0.0, 0.0, 0, spread_CD
-    if options is not None:
-        floor, eps, min_tokens = options.floor, options.eps, options.min_tokens
-        scale_CD = torch.empty_like(spread_CD)
+        return False
     code = functions().statistics(
-        *(x_TD.data_ptr(), cluster_T.data_ptr(), T, D, num_clusters),
-        *(cpu.MEASURES.index(measure), spread_CD.data_ptr(), count_C.data_ptr()),
-        *(pointer(mean_CD), pointer(total_C), least),
-        *(None if options is None else scale_CD.data_ptr(), floor, eps, min_tokens),
+        *(x_TD.data_ptr(), cluster_T.data_ptr(), T, D, num_clusters, _MEASURES[measure], *results),
+        *(pointer(mean_CD), pointer(total_C), least, *rule),
     )
     if code != SERVED:
-        return None
-    for one in (mean_CD, total_C):  # autograd does not see what C writes
-        if one is not None and not one.is_inference():
-            torch.autograd.graph.increment_version(one)
-    return spread_CD, count_C, scale_CD
+        return False
+    if mean_CD is not None and total_C is not None and not mean_CD.is_inference():
+        torch.autograd.graph.increment_version((mean_CD, total_C))  # autograd sees no write of C
+    return True

@@ -98,8 +98,7 @@ def _unmeasured(
 def _dispersion_not_native(
     x: Tensor, assignment: Tensor, measure: str, token_mask: Tensor | None
 ) -> str | None:
-    reason = _unmeasured(x, assignment, measure, token_mask)
-    return reason or native.unsupported(x, assignment)
+    return _unmeasured(x, assignment, measure, token_mask) or native.unsupported(x, assignment)
 
 
 def _dispersion_not_on_cpu(
@@ -189,7 +188,7 @@ def _scale_not_native(
 ) -> str | None:
     if not options.separable or options.mean_over != "all":
         return _NOT_SEPARABLE
-    return _dispersion_not_native(x, assignment, measure, token_mask)
+    return _unmeasured(x, assignment, measure, token_mask) or native.unsupported(x, assignment)
 
 
 def _scale_not_on_cpu(

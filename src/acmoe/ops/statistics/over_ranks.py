@@ -29,7 +29,7 @@ def is_distributed() -> bool:
 
 def world_size() -> int:
     """Return the number of processes that torch.distributed runs, 1 without it."""
-    return dist.get_world_size() if is_distributed() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def everyone() -> str:

@@ -56,14 +56,18 @@ def record_dispersion(
     The other arguments are those of `measure_dispersion`.
     """
     tokens = (x, assignment, token_mask, order)
-    if measure in scale_op.SCALE_MEASURES and _one_tape(pending, *tokens):
+    launches = not x.is_cpu or interpreting()
+    if launches and measure in scale_op.SCALE_MEASURES and _one_tape(pending, *tokens):
         kernel = measure_dispersion.select(x, assignment, num_clusters, measure=measure)
         if kernel.name == "triton":
             runs = scale_op.launched_dispersion, sorted_op.launched_dispersion
             _repeated(runs, pending, tokens, num_clusters, (measure,))
             return
-    given = (_all_tokens(x), _all_clusters(assignment), num_clusters)
-    named: dict[str, Any] = {"measure": measure, "token_mask": _flat(token_mask), "order": order}
+    x_TD = x if x.dim() == 2 else x.flatten(0, -2)
+    cluster_T = assignment if assignment.dim() == 1 else assignment.flatten()
+    mask_T = None if token_mask is None else token_mask.flatten()
+    given = (x_TD, cluster_T, num_clusters)
+    named: dict[str, Any] = {"measure": measure, "token_mask": mask_T, "order": order}
     if _added_on_cpu(pending):
         add = _ADDING_DISPERSION.get(measure_dispersion.select(*given, **named).name)
         if add is not None:
@@ -93,14 +97,18 @@ def record_scale(
     pending: None to add nothing. The other arguments are those of `measure_scale`.
     """
     tokens = (x, assignment, token_mask, order)
-    if options.transform is None and _one_tape(pending, *tokens):
+    launches = not x.is_cpu or interpreting()
+    if launches and options.transform is None and _one_tape(pending, *tokens):
         kernel = measure_scale.select(x, assignment, num_clusters, options, measure=measure)
         if kernel.name == "triton":
             runs = scale_op.launched_scale, sorted_op.launched_scale
             settings = scale_op.ScaleSettings.of(measure, options)
             return _repeated(runs, pending, tokens, num_clusters, settings)[0]
-    given = (_all_tokens(x), _all_clusters(assignment), num_clusters, options)
-    named: dict[str, Any] = {"measure": measure, "token_mask": _flat(token_mask), "order": order}
+    x_TD = x if x.dim() == 2 else x.flatten(0, -2)
+    cluster_T = assignment if assignment.dim() == 1 else assignment.flatten()
+    mask_T = None if token_mask is None else token_mask.flatten()
+    given = (x_TD, cluster_T, num_clusters, options)
+    named: dict[str, Any] = {"measure": measure, "token_mask": mask_T, "order": order}
     if _added_on_cpu(pending):
         scaled = _ADDING_SCALE.get(measure_scale.select(*given, **named).name)
         if scaled is not None:
@@ -123,10 +131,12 @@ def _added_on_cpu(pending: Pending | None) -> TypeGuard[Pending]:
     It may not add inside a backward, where activation checkpointing repeats a forward that was
     already counted (see `record_batch`).
     """
-    if pending is None or torch.compiler.is_compiling() or pending[0].device.type != "cpu":
+    if pending is None or torch.compiler.is_compiling() or not pending[0].is_cpu:
         return False
-    plain = all([type(one) is Tensor and one.dtype == torch.float32 for one in pending])
-    return plain and not replaying()
+    for one in pending:
+        if type(one) is not Tensor or one.dtype != torch.float32:
+            return False
+    return not replaying()
 
 
 def _one_tape(pending: Pending | None, x: Tensor, *rest: Tensor | None) -> bool:
@@ -135,9 +145,7 @@ def _one_tape(pending: Pending | None, x: Tensor, *rest: Tensor | None) -> bool:
     A tape records no gradient, and it always adds the batch: a forward that a backward repeats was
     counted already. `select` refuses what `torch.func` transforms.
     """
-    if not (x.is_cuda or interpreting()) or not eager(x, *rest, *(pending or ())):
-        return False
-    if records_gradient(x):
+    if not eager(x, *rest, *(pending or ())) or records_gradient(x):
         return False
     if pending is None:
         return True
@@ -213,10 +221,6 @@ def _all_tokens(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.flatten(0, -2)
 
 
-def _all_clusters(assignment: Tensor) -> Tensor:
-    return assignment if assignment.dim() == 1 else assignment.flatten()
-
-
 def _new_batch(x: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
     """Return float32 memory for the dispersion (C, D) and the token counts (C,) of a batch.
 
@@ -224,7 +228,3 @@ def _new_batch(x: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
     """
     spread_CD = x.new_empty((num_clusters, x.shape[-1]), dtype=torch.float32)
     return spread_CD, spread_CD.new_empty(num_clusters)
-
-
-def _flat(token_mask: Tensor | None) -> Tensor | None:
-    return None if token_mask is None else token_mask.flatten()

@@ -35,6 +35,7 @@ class RunningAverage(StepStatistics):
     running_scale: Tensor
     checked: tuple[object, ...] = ()  # the average that `warn_if_empty` looked at
     looked: tuple[object, ...] = ()  # the version of the average that an evaluation looked at
+    kept_options: tuple[AdaptiveConfig, ScaleOptions] | None = None  # a config and its `options`
 
     def __init__(self, config: AdaptiveConfig, *, num_clusters: int, dim: int) -> None:
         super().__init__()
@@ -108,13 +109,19 @@ class RunningAverage(StepStatistics):
     @property
     def options(self) -> ScaleOptions:
         """Return the options by which a scale is computed from a dispersion."""
-        return scale_options(self.config)
+        if torch.compiler.is_compiling():
+            return scale_options(self.config)
+        if self.kept_options is None or self.kept_options[0] is not self.config:
+            self.kept_options = self.config, scale_options(self.config)
+        return self.kept_options[1]
 
     @property
     def batches(self) -> tuple[Tensor, Tensor]:
         """Return the means (C, D) and counts (C,) that a training forward adds its batch to."""
         if world_size() == 1:
-            return self.last_dispersion, self.last_count
+            mean_CD, count_C = self._buffers["last_dispersion"], self._buffers["last_count"]
+            assert mean_CD is not None and count_C is not None
+            return mean_CD, count_C
         return self.pending_buffer("last_dispersion"), self.pending_buffer("last_count")
 
     def average_scale(self) -> Tensor:
@@ -125,7 +132,8 @@ class RunningAverage(StepStatistics):
         `state_dict` is called: to compare values, the host would have to wait for the device.
         """
         if not self.caches_scale:
-            return scale_of(self.dispersion, self.weight, self.options)
+            scale = scale_of(self.dispersion, self.weight, self.options)
+            return scale.detach() if self.config.detach else scale  # a transform may be over both
         dispersion, version = self.dispersion, self.version
         if self.scaled_from is not dispersion or self.scaled_version != version:
             with torch.no_grad():
@@ -133,15 +141,25 @@ class RunningAverage(StepStatistics):
             self.scaled_from, self.scaled_version = dispersion, version
         return self.running_scale
 
+    def known_scale(self) -> Tensor | None:
+        """Return the scale of the average as it is now, or None if it must be computed.
+
+        In evaluation it is also None if `warn_if_empty` has not looked at this average.
+        """
+        if torch.compiler.is_compiling() or transforming():
+            return None
+        dispersion, weight = self._buffers["dispersion"], self._buffers["weight"]
+        if self.scaled_from is not dispersion or dispersion is None or weight is None:
+            return None
+        version = dispersion._version, weight._version, id(weight), self.config
+        known = version == self.scaled_version and (self.training or version == self.looked)
+        return self._buffers["running_scale"] if known else None
+
     def evaluation_scale(self, assignment: Tensor) -> Tensor:
         """Return `average_scale`, after `warn_if_empty`.
 
         Both look at the average again only when it has changed.
         """
-        if self.looked and self.caches_scale and self.scaled_from is self.dispersion:
-            version = self.version
-            if version == self.looked and version == self.scaled_version:
-                return self.running_scale
         self.warn_if_empty(assignment)
         scale = self.average_scale()
         self.looked = self.scaled_version if self.caches_scale else ()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig
-from acmoe.errors import check
+from acmoe.errors import UserError, check
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.ops.statistics.op import measure_prefix, measure_scale
 from acmoe.ops.statistics.over_ranks import dispersion_over_ranks, sum_over_ranks
@@ -96,19 +96,21 @@ class ClusterStatistics(RunningAverage):
         statistics read it. None: those of the assignment.
         """
         mode = self.mode
-        check(mode != "prefix", "prefix statistics give each token its scale; call prefix_scale")
-        if mode == "running" and not self.training and self.caches_scale:
-            return self._running_scale(x_BLD, assignment_BL)  # nothing is measured
-        with self._gradient_mode(x_BLD, slot):
-            x_BLD = x_BLD.detach() if self.config.detach else x_BLD
-            if mode == "batch":
-                scale = self._batch_scale(x_BLD, assignment_BL, token_mask_BL, order, chosen_C)
-            else:
-                self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order)
-                if mode == "running":
-                    return self._running_scale(x_BLD, assignment_BL)
-                scale = self._sequence_scale(x_BLD, assignment_BL, token_mask_BL)
-            return scale if slot is None else slot.scale_once(scale)
+        if mode == "running" and not self.training:  # nothing is measured
+            return self._running_scale(x_BLD, assignment_BL)
+        if mode == "prefix":
+            raise UserError("prefix statistics give each token its scale; call prefix_scale")
+        if slot is not None and slot.inference_only:
+            check_inference(x_BLD)
+        x_BLD = x_BLD.detach() if self.config.detach else x_BLD  # then nothing here has a gradient
+        if mode == "batch":
+            scale = self._batch_scale(x_BLD, assignment_BL, token_mask_BL, order, chosen_C)
+        else:
+            self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order)
+            if mode == "running":
+                return self._running_scale(x_BLD, assignment_BL)
+            scale = self._sequence_scale(x_BLD, assignment_BL, token_mask_BL)
+        return scale if slot is None else slot.scale_once(scale)
 
     def _batch_scale(
         self,
@@ -119,7 +121,7 @@ class ClusterStatistics(RunningAverage):
         chosen_C: Tensor | None,
     ) -> Tensor:
         """Return the (C, D) scale of all tokens of the call; in training, record them, too."""
-        if self.group:
+        if self.config.statistics_group == "global" and self.group:
             return self._global_scale(x_BLD, assignment_BL, token_mask_BL, chosen_C)
         options = self.options
         scale = record_scale(
@@ -136,7 +138,9 @@ class ClusterStatistics(RunningAverage):
 
     def _running_scale(self, x_BLD: Tensor, assignment_BL: Tensor) -> Tensor:
         """Return the (C, D) scale of the running average, in the accumulation dtype of x."""
-        scale = self.average_scale() if self.training else self.evaluation_scale(assignment_BL)
+        scale = self.known_scale()
+        if scale is None:
+            scale = self.average_scale() if self.training else self.evaluation_scale(assignment_BL)
         return snapshot(scale, accumulation_dtype(x_BLD.dtype), training=self.training)
 
     def _sequence_scale(
@@ -157,7 +161,7 @@ class ClusterStatistics(RunningAverage):
         order: Tensor | None = None,
     ) -> None:
         """In training, record the dispersion of all tokens of the call for `update`."""
-        if self.training and self.group:
+        if self.training and self.config.statistics_group == "global" and self.group:
             if not replaying():  # a recompute in the backward communicates nothing
                 found = self._global_dispersion(x_BLD, assignment_BL, token_mask_BL)
                 record_batch(*self.batches, *found, least=LEAST)
@@ -244,18 +248,13 @@ class ClusterStatistics(RunningAverage):
         mixed_BLJD = seen_BLJ[..., None] * spread_BLJD + prior_BLJ[..., None] * prior_BLJD
         return mixed_BLJD / total_BLJ.clamp(min=1)[..., None], total_BLJ
 
-    @property
-    def constant(self) -> bool:
-        """Return True if no gradient flows through the scale."""
-        return self.config.detach
-
     def _gradient_mode(
         self, x: Tensor, slot: StatisticsSlot | None
     ) -> contextlib.AbstractContextManager[Any]:
         """Return no_grad if the scale is constant; refuse gradients through a decode slot."""
         if slot is not None and slot.inference_only:
             check_inference(x)
-        if torch.is_grad_enabled() and self.constant:
+        if torch.is_grad_enabled() and self.config.detach:
             return torch.no_grad()
         return contextlib.nullcontext()
 
