@@ -270,6 +270,20 @@ def test_a_bias_of_another_size_is_none_of_its_business() -> None:
     torch.testing.assert_close(found.affinity, x @ embedding.T + 2)
 
 
+def test_rescaled_tokens_are_routed_as_tokens_and_the_layer_keeps_its_own() -> None:
+    tokens, embedding, bias = case(9, 5, 3, 4, scaled=False, bias=True)
+    x = tokens.x.requires_grad_()
+    found = native.route_in_c(ScaledTokens(x, product=2 * x), embedding, bias, **OPTIONS)
+    wanted = native.route_in_c(ScaledTokens(2 * x), embedding, bias, **OPTIONS)
+    assert kernel_of(ScaledTokens(x, product=2 * x), embedding) == "native"
+    assert found.x is x
+    for one, other in zip(found[:3], wanted[:3], strict=True):
+        assert torch.equal(one, other)
+    given = torch.randn(9, 2)
+    expected = torch.autograd.grad(wanted.gate, x, given)[0]
+    assert torch.equal(torch.autograd.grad(found.gate, x, given)[0], expected)
+
+
 class Watched(Tensor):
     """A subclass, whose calls somebody may observe."""
 
@@ -286,7 +300,7 @@ def test_other_calls_run_other_kernels() -> None:
         ScaledTokens(few.requires_grad_()),
         ScaledTokens(x.bfloat16()),
         ScaledTokens(torch.randn(4, 3).T),
-        ScaledTokens(x, product=2 * x),
+        ScaledTokens(x.bfloat16(), product=2 * x),
         ScaledTokens(x.as_subclass(Watched)),
         ScaledTokens(x, torch.ones(5, 4).requires_grad_(), torch.tensor([0, 1, 2])),
     ]

@@ -56,9 +56,8 @@ def unsupported(
     """Return the reason why the kernel cannot serve this call, or None."""
     x, scale_CD, cluster_T = tokens.x, tokens.scale, tokens.assignment
     reason = not_native(x, embedding, bias, scale_CD)
-    if (
-        tokens.product is not None and reason is None
-    ):  # and x: the plain router runs where this does
+    if tokens.product is not None and reason is None:
+        # x was asked, too: the base router alone must get the same kernel as the adaptive one.
         x, reason = tokens.product, not_native(tokens.product)
     if reason is not None:
         return reason
