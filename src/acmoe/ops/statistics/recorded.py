@@ -30,7 +30,7 @@ LEAST = 2  # tokens of a cluster; a single one has dispersion 0, which carries n
 
 # Kernels that add what they measured to the pending means themselves.
 _ADDING_DISPERSION: dict[str, Callable[..., Any]] = {
-    "native": native.measured_dispersion,
+    "native": native.add_dispersion,
     "cpu": cpu.measured_dispersion,
 }
 _ADDING_SCALE: dict[str, Callable[..., Tensor]] = {
