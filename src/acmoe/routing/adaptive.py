@@ -72,9 +72,7 @@ class AdaptiveRouter(RescalingRouter):
     ) -> ScaledTokens:
         """Return M_k* h for every token (Eqn. 8)."""
         check_state(state, x, self.mix, self.num_experts, self.config)
-        scale = state.scale
-        if self.statistics is not None:
-            scale = self.cluster_scale(x, state, token_mask, cache)
+        scale = self.cluster_scale(x, state, token_mask, cache)
         if scale.dim() == 2 and self.mix == 1:  # one M per cluster, the same for all its tokens
             return ScaledTokens(x, scale, state.assignment.view(-1), state.order)
         scaled = bounded(x.to(accumulation_dtype(x.dtype))) * token_scale(scale, state, x)

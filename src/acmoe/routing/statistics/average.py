@@ -132,8 +132,7 @@ class RunningAverage(StepStatistics):
         `state_dict` is called: to compare values, the host would have to wait for the device.
         """
         if not self.caches_scale:
-            scale = scale_of(self.dispersion, self.weight, self.options)
-            return scale.detach() if self.config.detach else scale  # a transform may be over both
+            return scale_of(self.dispersion, self.weight, self.options)
         dispersion, version = self.dispersion, self.version
         if self.scaled_from is not dispersion or self.scaled_version != version:
             with torch.no_grad():
@@ -146,7 +145,7 @@ class RunningAverage(StepStatistics):
 
         In evaluation it is also None if `warn_if_empty` has not looked at this average.
         """
-        if torch.compiler.is_compiling() or transforming():
+        if not self.caches_scale:
             return None
         dispersion, weight = self._buffers["dispersion"], self._buffers["weight"]
         if self.scaled_from is not dispersion or dispersion is None or weight is None:

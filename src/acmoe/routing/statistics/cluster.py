@@ -141,6 +141,9 @@ class ClusterStatistics(RunningAverage):
         scale = self.known_scale()
         if scale is None:
             scale = self.average_scale() if self.training else self.evaluation_scale(assignment_BL)
+            scale = (
+                scale.detach() if self.constant else scale
+            )  # a transform may be over the average
         return snapshot(scale, accumulation_dtype(x_BLD.dtype), training=self.training)
 
     def _sequence_scale(
@@ -248,13 +251,18 @@ class ClusterStatistics(RunningAverage):
         mixed_BLJD = seen_BLJ[..., None] * spread_BLJD + prior_BLJ[..., None] * prior_BLJD
         return mixed_BLJD / total_BLJ.clamp(min=1)[..., None], total_BLJ
 
+    @property
+    def constant(self) -> bool:
+        """Return True if no gradient flows through the scale."""
+        return self.config.detach
+
     def _gradient_mode(
         self, x: Tensor, slot: StatisticsSlot | None
     ) -> contextlib.AbstractContextManager[Any]:
         """Return no_grad if the scale is constant; refuse gradients through a decode slot."""
         if slot is not None and slot.inference_only:
             check_inference(x)
-        if torch.is_grad_enabled() and self.config.detach:
+        if torch.is_grad_enabled() and self.constant:
             return torch.no_grad()
         return contextlib.nullcontext()
 
