@@ -174,7 +174,7 @@ def test_gemms_of_two_streams_and_of_a_graph_have_equal_bits(kernel):
     calls = [
         up_by_tiles_of_a_counter(launch, plan, "cuda")
         if kernel == "up"
-        else down_by_tiles_of_a_counter(launch, plan, 3, "cuda")
+        else down_by_tiles_of_a_counter(launch, plan, "cuda")
         for plan in plans
     ]
     right = calls[0]()

@@ -111,14 +111,25 @@ def test_a_block_of_many_experts_is_sorted_in_steps(
     ],
 )
 def test_a_layer_sorts_tokens_only_if_somebody_reads_the_order(
-    statistics: str, training: bool, tokens: int, sorts: bool
+    statistics: str, training: bool, tokens: int, sorts: bool, device: str
 ) -> None:
     config = AdaptiveConfig(statistics=statistics)
     moe = MoE(dim=8, hidden=8, num_experts=C, top_k=2, router=config).train(training)
-    ids, affinity = torch.zeros(tokens, 2, dtype=torch.int64), torch.zeros(tokens, C)
-    routing = Routing(ids, affinity[:, :2], affinity, torch.zeros(()), ids[:, 0])
+    ids = torch.zeros(tokens, 2, dtype=torch.int64, device=device)
+    affinity = torch.zeros(tokens, C, device=device)
+    routing = Routing(ids, affinity[:, :2], affinity, affinity[0, 0], ids[:, 0])
     found = moe.next_state.clusters(routing)
     assert found is routing.first if sorts else found is None
+
+
+def test_no_order_is_asked_for_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    moe = MoE(dim=8, hidden=8, num_experts=C, top_k=2, router="adaptive")
+    ids, affinity = torch.zeros(900, 2, dtype=torch.int64), torch.zeros(900, C)
+    routing = Routing(ids, affinity[:, :2], affinity, torch.zeros(()), ids[:, 0])
+    assert moe.next_state.clusters(routing) is None
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter runs kernels that read it
+    assert moe.next_state.clusters(routing) is routing.first
 
 
 @pytest.mark.usefixtures("many")
