@@ -50,6 +50,34 @@ def test_the_first_kernel_that_can_serves_and_the_definition_where_none_can(capl
     ]
 
 
+def test_a_call_on_a_cpu_asks_no_kernel_of_triton_unless_it_interprets(monkeypatch):
+    asked = []
+    op = Op(double)
+    op.register("triton", unsupported=lambda x: asked.append(x), by_triton=True)(lambda x: "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert op(X) == 2.0 and not asked
+    assert op(x=X) == "triton"  # by keyword: it is asked, and would refuse
+    with record_choices() as choices:
+        op(X)
+    assert choices[0].reasons == {"triton": None, "torch": None}  # whoever looks sees every kernel
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert op(X) == "triton"
+
+
+def test_every_kernel_that_a_cpu_call_does_not_ask_would_refuse_it(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x = torch.randn(8, 4)
+    skipped = [op for op in dispatch.OPS.values() if len(op.on_cpu) < len(op.kernels)]
+    assert {"route", "sort_rows", "measure_scale", "expert_mlp"} <= {op.name for op in skipped}
+    with record_choices() as choices:
+        moe = acmoe.MoE(dim=4, hidden=4, num_experts=2, top_k=1, router="adaptive")
+        moe(x, moe(x)[1])
+        acmoe.fold_statistics(moe)
+    for choice in choices:
+        if dispatch.OPS[choice.op] in skipped:
+            assert choice.reasons["triton"] is not None, choice
+
+
 def test_a_kernel_that_is_asked_for_goes_first():
     with use_backend("torch"):
         assert build()(X) == 2.0

@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from acmoe.errors import UserError
-from acmoe.ops.environment import is_set
+from acmoe.ops.environment import INTERPRET, STORED, is_set
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,13 +89,20 @@ class Op(Generic[P, R]):
         line = f"{self.name} runs on {DEFINITION}"
         plain = Kernel(DEFINITION, definition, _always, (), True, (), line)
         self.kernels: tuple[Kernel, ...] = (plain,)
+        self.on_cpu: tuple[Kernel, ...] = (plain,)  # those that may serve without Triton
 
     def register(
-        self, name: str, *, unsupported: Callable[..., str | None], automatic: bool = True
+        self,
+        name: str,
+        *,
+        unsupported: Callable[..., str | None],
+        automatic: bool = True,
+        by_triton: bool = False,
     ) -> Callable[[Callable[..., R]], Callable[..., R]]:
         """Register a kernel, to be tried after those registered before and before the definition.
 
-        `unsupported` names the op's arguments that it needs as its parameters.
+        `unsupported` names the op's arguments that it needs as its parameters. by_triton: it
+        refuses tensors on a CPU, unless Triton's interpreter runs; calls there then need not ask.
         """
         assert name in BACKENDS, name
         reads = tuple(inspect.signature(unsupported).parameters)
@@ -106,6 +113,8 @@ class Op(Generic[P, R]):
             line = f"{self.name} runs on {name}"
             kernel = Kernel(name, run, unsupported, reads, automatic, places, line)
             self.kernels = (*self.kernels[:-1], kernel, self.kernels[-1])
+            if not by_triton:
+                self.on_cpu = (*self.on_cpu[:-1], kernel, self.on_cpu[-1])
             return run
 
         return add
@@ -143,8 +152,10 @@ class Op(Generic[P, R]):
         Eager calls spend a good part of the host's time here: a comprehension would be one more
         call of Python.
         """
-        given = len(args)
-        for kernel in self.kernels:
+        given, kernels = len(args), self.kernels
+        if given and INTERPRET not in STORED and getattr(args[0], "is_cpu", False):
+            kernels = self.on_cpu
+        for kernel in kernels:
             if not kernel.automatic:
                 continue
             values = []

@@ -27,7 +27,7 @@ def fused_unsupported(x: Tensor, gate: Tensor) -> str | None:
     return "there are no tokens" if gate.numel() == 0 else triton_unsupported(x)
 
 
-@expert_mlp.register("triton", unsupported=fused_unsupported)
+@expert_mlp.register("triton", unsupported=fused_unsupported, by_triton=True)
 def _expert_mlp_triton(
     x: Tensor,
     weights: ExpertWeights,

@@ -39,7 +39,7 @@ def unsupported(tokens: ScaledTokens, embedding: Tensor, top_k: int) -> str | No
     return triton_unsupported(tokens.rows())
 
 
-@route.register("triton", unsupported=unsupported)
+@route.register("triton", unsupported=unsupported, by_triton=True)
 def fused_route(
     tokens: ScaledTokens,
     embedding: Tensor,

@@ -26,6 +26,11 @@ class ScaledTokens(NamedTuple):
     order: Tensor | None = None  # `RoutingState.order` of this assignment, or None
     product: Tensor | None = None  # (..., D) float32 rescaled tokens
 
+    @property
+    def is_cpu(self) -> bool:
+        """Return True if the tokens are on a CPU, as for tensors."""
+        return self.x.is_cpu
+
     def dense(self) -> Tensor:
         """Return rescaled tokens (..., D) in float32: bf16 would flip near-ties of the top-k.
 

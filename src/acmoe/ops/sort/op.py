@@ -31,7 +31,7 @@ def unsupported(expert_ids: Tensor) -> str | None:
     return triton_unsupported(expert_ids, integers=True)
 
 
-@sort_rows.register("triton", unsupported=unsupported)
+@sort_rows.register("triton", unsupported=unsupported, by_triton=True)
 def _sort_rows_triton(
     expert_ids: Tensor,
     num_experts: int,

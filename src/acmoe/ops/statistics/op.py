@@ -57,7 +57,7 @@ def _dispersion_unsupported(x: Tensor, measure: str) -> str | None:
     return triton_unsupported(x)
 
 
-@measure_dispersion.register("triton", unsupported=_dispersion_unsupported)
+@measure_dispersion.register("triton", unsupported=_dispersion_unsupported, by_triton=True)
 def _dispersion_triton(
     x: Tensor,
     assignment: Tensor,
@@ -157,7 +157,7 @@ def _scale_unsupported(x: Tensor, options: ScaleOptions, measure: str) -> str | 
     return triton_unsupported(x)
 
 
-@measure_scale.register("triton", unsupported=_scale_unsupported)
+@measure_scale.register("triton", unsupported=_scale_unsupported, by_triton=True)
 def _scale_triton(
     x: Tensor,
     assignment: Tensor,

@@ -95,7 +95,7 @@ def _batch_unsupported(
     return triton_unsupported(mean_CX)
 
 
-@add_batch.register("triton", unsupported=_batch_unsupported)
+@add_batch.register("triton", unsupported=_batch_unsupported, by_triton=True)
 @torch.no_grad()
 def _add_batch_triton(
     mean_CX: Tensor, count_C: Tensor, new_CX: Tensor, new_C: Tensor, least: int

@@ -47,7 +47,7 @@ def _average_unsupported(
     return triton_unsupported(average_CX)
 
 
-@update_average.register("triton", unsupported=_average_unsupported)
+@update_average.register("triton", unsupported=_average_unsupported, by_triton=True)
 @torch.no_grad()
 def _update_average_triton(
     average_CX: Tensor, weight_C: Tensor, last_CX: Tensor, count_C: Tensor, momentum: float
@@ -86,7 +86,9 @@ def _average_and_scale_unsupported(
     return _average_unsupported(average_CX, weight_C, last_CX, count_C)
 
 
-@update_average_and_scale.register("triton", unsupported=_average_and_scale_unsupported)
+@update_average_and_scale.register(
+    "triton", unsupported=_average_and_scale_unsupported, by_triton=True
+)
 @torch.no_grad()
 def _update_average_and_scale_triton(
     average_CX: Tensor,
