@@ -22,6 +22,9 @@ enum { SERVED = 0, NOT_SERVED = 1, NO_MEMORY = 2 };
 #define SUM_OVER(...) PRAGMA(omp simd reduction(+ : __VA_ARGS__))
 #define EACH PRAGMA(omp simd)
 
+/* A function that the compiler makes anew for each call, for the constants among its arguments. */
+#define INLINE static inline __attribute__((always_inline))
+
 /* Eight floats in one or two vector registers; `loose` ones may begin anywhere. */
 enum { LANES = 8 };
 typedef float lanes __attribute__((vector_size(4 * LANES)));

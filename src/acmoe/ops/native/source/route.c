@@ -1,10 +1,7 @@
 /* The top-k router for tokens x, or for rescaled tokens x * scale[cluster].
 
    ops/route/reference.py defines the results. A rescaled token is rounded to float32 before its
-   products, as in the definition.
-
-   Eight tokens are routed at a time: each is a lane of the vectors that choose experts and compute
-   gates. "Columns" (E, 8) hold a number of each expert for these tokens. */
+   products, as in the definition. */
 
 #include "route.h"
 
@@ -99,17 +96,6 @@ static inline void choose(const lanes *column, int64_t E, int64_t K, lanes *best
     }
 }
 
-/* Write exp((value - most) * factor) of `number` columns, and return the sum of each lane. */
-static inline lanes exponentials(const lanes *value, int64_t number, lanes most, float factor, lanes *out) {
-    for (int64_t n = 0; n < number; n++) out[n] = (value[n] - most) * factor;
-    float *flat = (float *)out;
-    EACH
-    for (int64_t i = 0; i < number * LANES; i++) flat[i] = exp_of(flat[i]);
-    lanes sum = out[0];
-    for (int64_t n = 1; n < number; n++) sum += out[n];
-    return sum;
-}
-
 /* Memory of `decide`. */
 struct columns {
     lanes *value, *all; /* (E, 8) affinities, and their exponentials */
@@ -123,10 +109,9 @@ struct columns {
 static inline void decide(const struct router *of, const float *affinity, int64_t number,
                           const struct columns *to, int64_t *ids, float *gate, int64_t *first) {
     const int64_t E = of->E, K = of->K;
-    for (int64_t e = 0; e < E; e++) {
-        const float *v = affinity + e;
-        to->value[e] = (lanes){v[0], v[E], v[2 * E], v[3 * E], v[4 * E], v[5 * E], v[6 * E], v[7 * E]};
-    }
+    int64_t at[LANES];
+    places(LANES, E, at);
+    for (int64_t e = 0; e < E; e++) to->value[e] = column(affinity + e, at);
     if (K == 1) choose(to->value, E, 1, to->best, to->id);
     else if (K == 2) choose(to->value, E, 2, to->best, to->id);
     else choose(to->value, E, K, to->best, to->id);

@@ -1,4 +1,7 @@
-/* What the forward and the backward of the router share. */
+/* What the forward and the backward of the router share.
+
+   Both take eight tokens at a time: each is a lane of the vectors that compute choices, gates and
+   their gradients. "Columns" (E, 8) hold a number of each expert for these tokens. */
 
 #ifndef ACMOE_ROUTE_H
 #define ACMOE_ROUTE_H
@@ -22,29 +25,27 @@ static inline const float *scale_of(const struct router *of, int64_t t) {
     return of->scale + of->cluster[t] * of->D;
 }
 
-/* Replace rows of differences v <= 0 by their softmax: exp(v * factor), over its sum. */
-static inline void softmax(float *rows, int64_t number, int64_t width, float factor) {
-    EACH
-    for (int64_t i = 0; i < number * width; i++) rows[i] = exp_of(rows[i] * factor);
-    for (int64_t n = 0; n < number; n++) {
-        float *row = rows + n * width, sum = 0.0f;
-        SUM_OVER(sum)
-        for (int64_t i = 0; i < width; i++) sum += row[i];
-        const float share = 1.0f / sum;
-        EACH
-        for (int64_t i = 0; i < width; i++) row[i] *= share;
-    }
+/* Write where the rows of eight tokens begin, `width` numbers each; the first one stands for those
+   beyond `number`. */
+static inline void places(int64_t number, int64_t width, int64_t *at) {
+    for (int64_t i = 0; i < LANES; i++) at[i] = i < number ? i * width : 0;
 }
 
-/* Write the softmax over all experts (T, E). The first of a token's ids has the largest affinity. */
-static inline void softmax_of_all(const struct router *of, const float *affinity, const int64_t *ids,
-                                  float factor, float *out) {
-    for (int64_t t = 0; t < of->T; t++) {
-        const float *value = affinity + t * of->E, most = value[ids[t * of->K]];
-        EACH
-        for (int64_t e = 0; e < of->E; e++) out[t * of->E + e] = value[e] - most;
-    }
-    softmax(out, of->T, of->E, factor);
+/* Return a column of these rows: a number of each token. */
+static inline lanes column(const float *from, const int64_t *at) {
+    return (lanes){from[at[0]], from[at[1]], from[at[2]], from[at[3]],
+                   from[at[4]], from[at[5]], from[at[6]], from[at[7]]};
+}
+
+/* Write exp((value - most) * factor) of `number` columns, and return the sum of each lane. */
+static inline lanes exponentials(const lanes *value, int64_t number, lanes most, float factor, lanes *out) {
+    for (int64_t n = 0; n < number; n++) out[n] = (value[n] - most) * factor;
+    float *flat = (float *)out;
+    EACH
+    for (int64_t i = 0; i < number * LANES; i++) flat[i] = exp_of(flat[i]);
+    lanes sum = out[0];
+    for (int64_t n = 1; n < number; n++) sum += out[n];
+    return sum;
 }
 
 /* Return the derivative of the balance loss, E * sum_e load_e / (T K) * gate_sum_e / T, by the gate
