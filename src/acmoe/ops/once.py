@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from acmoe.errors import UserError
 
@@ -16,6 +17,8 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     The `apply` of torch looks at every argument for transforms, which takes 5 us; ops run their
     definition under one (`dispatch.transforming`).
     """
+    if is_compiling():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 

@@ -15,6 +15,7 @@ from acmoe.ops.dispatch import eager, transforming
 from acmoe.ops.experts.loops import by_expert, outer_by_expert, rows_per_expert
 from acmoe.ops.flops import tell_counters
 from acmoe.ops.grad_mode import records_gradient
+from acmoe.ops.once import apply
 from acmoe.ops.precision import autocast_dtype
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
@@ -157,7 +158,7 @@ def _linear(
         tell_counters()
         out_NO = _grouped_linear(x_NI, weight_EOI, offsets_E)
     elif records_gradient(x_NI, weight_EOI, bias_EO):
-        out_NO = _Linear.apply(x_NI, weight_EOI, offsets_E, bias_EO)  # type: ignore[no-untyped-call]
+        out_NO = apply(_Linear, x_NI, weight_EOI, offsets_E, bias_EO)
     else:
         out_NO = by_expert(x_NI, weight_EOI, offsets_E, bias_EO)
     return out_NO

@@ -15,6 +15,7 @@ from acmoe.ops.dispatch import eager, op, transforming
 from acmoe.ops.experts.bags import in_bags, sum_of_choices, sum_of_rows
 from acmoe.ops.experts.grouped import adds_bias, grouped_linear
 from acmoe.ops.grad_mode import records_gradient
+from acmoe.ops.once import apply
 from acmoe.ops.sort.reference import Rows
 
 
@@ -119,7 +120,7 @@ def dispatch(x_TD: Tensor, rows: Rows) -> Tensor:
         return x_TD[rows.permutation // top_k]
     if not records_gradient(x_TD):
         return x_TD.index_select(0, tokens_of(rows.permutation, top_k))
-    found: Tensor = _Dispatch.apply(x_TD, rows.permutation, rows.inverse)  # type: ignore[no-untyped-call]
+    found: Tensor = apply(_Dispatch, x_TD, rows.permutation, rows.inverse)
     return found
 
 
@@ -131,7 +132,7 @@ def combine(y_ND: Tensor, gate_TK: Tensor, rows: Rows) -> Tensor:
         return (y_TKD * gate_TK[..., None]).sum(1)
     if not records_gradient(y_ND, gate_TK):
         return sum_of_choices(y_ND, rows.inverse, gate_TK)
-    found: Tensor = _Combine.apply(y_ND, gate_TK, rows.permutation, rows.inverse)  # type: ignore[no-untyped-call]
+    found: Tensor = apply(_Combine, y_ND, gate_TK, rows.permutation, rows.inverse)
     return found
 
 
@@ -148,7 +149,7 @@ def permute(y_ND: Tensor, index_N: Tensor, inverse_N: Tensor) -> Tensor:
         return y_ND[index_N]
     if not records_gradient(y_ND):
         return y_ND.index_select(0, index_N)
-    found: Tensor = _Permute.apply(y_ND, index_N, inverse_N)  # type: ignore[no-untyped-call]
+    found: Tensor = apply(_Permute, y_ND, index_N, inverse_N)
     return found
 
 
