@@ -187,7 +187,7 @@ class AdaptiveConfig(WithMovedFields):
 
     def _compute(self) -> None:
         # Computed early, because torch.compile can trace neither a checksum nor a cache.
-        _ = self.modes, self.reads, self.scale_codes
+        _ = self.modes, self.reads, self.scale_codes, self.origin_shape
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the fields of a pickle; computed values have other forms in other versions."""
@@ -237,7 +237,6 @@ class AdaptiveConfig(WithMovedFields):
             self.min_tokens > 0 or self.eps > 0,
             "min_tokens=0 takes 1/s of empty clusters; it needs eps > 0",
         )
-        _ = self.origin_shape  # now: torch.compile cannot trace the lock of a cached property
 
     @cached_property
     def modes(self) -> Modes:
