@@ -84,6 +84,14 @@ def test_a_router_is_one_graph(name: str) -> None:
     torch.testing.assert_close(compiled(x, **named).gate, layer.router(x, **named).gate)
 
 
+def test_a_copy_that_nobody_called_before_is_one_graph() -> None:
+    torch._dynamo.reset()
+    layers = copy.deepcopy(Two(ALL["adaptive"]))  # its config must have all that a trace reads
+    x, ids = torch.randn(2, 5, 6), torch.randint(32, (2, 5))
+    compiled = torch.compile(layers, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, ids)[0], layers(x, ids)[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_two_compiled_updates_are_those_of_the_layers(name: str) -> None:
@@ -93,8 +101,8 @@ def test_two_compiled_updates_are_those_of_the_layers(name: str) -> None:
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager", dynamic=True)
     # The optimizer of one steps while the other waits: it must not move the other's statistics.
     expected, found = results(layers, layers), results(twin, compiled)
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs)
+    for mine, theirs in zip(found, expected, strict=True):  # the layers run kernels in C
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-5)
 
 
 @mostly_slow("name", ["adaptive", "adaptive, prefix"])

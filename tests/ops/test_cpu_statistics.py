@@ -58,6 +58,16 @@ def test_a_bad_token_spoils_its_own_cluster_alone(bad: float) -> None:
     assert scale[1].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_a_float64_dispersion_beyond_float32_leaves_the_pending_means_alone(backend: str) -> None:
+    x = torch.tensor([[0.0, 1.0], [1e40, 3.0], [0.0, 1.0], [2.0, 5.0]], dtype=torch.float64)
+    pending = torch.full((2, 2), 7.0), torch.zeros(2)
+    with use_backend(backend):
+        record_dispersion(pending, x, torch.tensor([0, 0, 1, 1]), 2, measure="mad")
+    assert pending[0].tolist() == [[7.0, 7.0], [1.0, 2.0]]
+    assert pending[1].tolist() == [0.0, 2.0]
+
+
 def test_a_token_in_no_cluster_counts_nowhere_and_a_wrong_id_raises() -> None:
     spread, count = measure_dispersion(X, torch.tensor([0, 0, -1]), 1, measure="mad")
     assert spread.tolist() == [[1.0, 0.0]] and count.tolist() == [2.0]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from acmoe import AdaptiveConfig, RoutingState, UserError, build_router
+from acmoe import AdaptiveConfig, MoE, RoutingState, UserError, build_router
 from acmoe.routing.state import check_state, clusters_of
 
 
@@ -87,6 +87,15 @@ def test_a_router_is_traced_by_torch_jit_which_makes_sizes_tensors():
     traced = torch.jit.trace(lambda x: router(x).affinity, torch.randn(4, 2), check_trace=False)
     x = torch.randn(4, 2)
     torch.testing.assert_close(traced(x), router(x).affinity)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_layer_is_traced_by_torch_jit_for_any_number_of_choices():
+    for top_k in (1, 2, 3, 4):
+        moe = MoE(dim=2, hidden=3, num_experts=5, top_k=top_k).eval().requires_grad_(False)
+        traced = torch.jit.trace(lambda x, moe=moe: moe(x)[0], torch.randn(4, 2), check_trace=False)
+        x = torch.randn(4, 2)
+        torch.testing.assert_close(traced(x), moe(x)[0])
 
 
 @pytest.mark.parametrize(

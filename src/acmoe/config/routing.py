@@ -259,7 +259,7 @@ class AdaptiveConfig(WithMovedFields):
         """Return the shape of `RoutingState.origin` in a state that is made for this router."""
         if self.reads == "previous":
             return 0, SCALES, int(self.detach), *self.scale_codes
-        # Whether no gradient flows through the weights of a token's clusters.
+        # 1 if no gradient flows through the weights of a token's clusters.
         return 0, CLUSTERS, int(self.mix == 1 or self.detach)
 
     @classmethod

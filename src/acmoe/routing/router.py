@@ -74,7 +74,7 @@ class Router(Layer):
         """
         if isinstance(x, ScaledTokens):
             return self.route(x, token_mask=token_mask, token_ids=token_ids)
-        if self.next_layer is not None:
+        if self.next_layer is not None:  # no MoE layer is around it, which would count the state
             self.count_alone(state)
         state = self.state_for(x, state)
         check_token_mask(x, token_mask)

@@ -107,6 +107,14 @@ def test_a_copy_reads_what_is_loaded_into_it_however_often(copied):
         torch.testing.assert_close(see(other, x, cluster), torch.tensor([[1.5, 0.5]]))
 
 
+def test_a_pickle_holds_nothing_that_is_computed_from_the_config():
+    """Classes inside of a pickle must not move; that of the options would."""
+    moe = filled_layer()
+    moe(torch.randn(30, 4))
+    assert moe.next_state.statistics.kept_options is not None
+    assert b"ScaleOptions" not in pickle.dumps(moe)
+
+
 def test_a_pickle_of_an_earlier_version_goes_on_training():
     """Earlier versions kept forwards = None after the first update, and `has_pending` as `waiting`.
 

@@ -136,8 +136,13 @@ def _written(
 
 def _add_measured(found: Measured, mean_CD: Tensor, total_C: Tensor, least: int) -> None:
     """Add the clusters with `least` tokens and a finite dispersion to the pending means."""
-    number_C = np.array(found.tokens, np.float32)
-    _add(mean_CD, total_C, found.spread, number_C, found.known(least))
+    number_C, spread_CD, used = np.array(found.tokens, np.float32), found.spread, found.known(least)
+    if spread_CD.dtype != np.float32:  # float64: a number may be too large for the means
+        with np.errstate(over="ignore"):
+            spread_CD = spread_CD.astype(np.float32)
+        finite: list[bool] = np.isfinite(spread_CD).all(axis=1).tolist()  # type: ignore[assignment]
+        used = [one and fits for one, fits in zip(used, finite, strict=True)]
+    _add(mean_CD, total_C, spread_CD, number_C, used)
 
 
 def _measured(x_TD: Tensor, cluster_T: Tensor, num_clusters: int, measure: str) -> Measured:

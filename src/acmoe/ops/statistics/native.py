@@ -22,7 +22,7 @@ from acmoe.ops.statistics.scale import ScaleOptions
 
 MOST = 2**20  # numbers in the tokens, up to which one thread takes less time than torch's calls
 
-NO_RESULTS, NO_SCALE = (None, None), (None, 0.0, 0.0, 0)
+_NO_RESULTS, _NO_SCALE = (None, None), (None, 0.0, 0.0, 0)
 _MEASURES = {name: code for code, name in enumerate(cpu.MEASURES)}
 Pointers = tuple[int | None, int | None]
 Pending = tuple[Tensor, Tensor, int]  # arguments `mean_CX`, `count_C` and `least` of `add_batch`
@@ -48,7 +48,7 @@ def measured_dispersion(
     """Compute the op `measure_dispersion`; arguments are those of `cpu.measured_dispersion`."""
     spread_CD, count_C = x_TD.new_empty(num_clusters, x_TD.shape[1]), x_TD.new_empty(num_clusters)
     results = spread_CD.data_ptr(), count_C.data_ptr()
-    if not _served(x_TD, cluster_T, num_clusters, measure, add_to, results, NO_SCALE):
+    if not _served(x_TD, cluster_T, num_clusters, measure, add_to, results, _NO_SCALE):
         return cpu.measured_dispersion(
             x_TD, cluster_T, num_clusters, measure=measure, out=out, add_to=add_to
         )
@@ -61,7 +61,7 @@ def add_dispersion(
     x_TD: Tensor, cluster_T: Tensor, num_clusters: int, *, measure: str, add_to: Pending
 ) -> None:
     """Add what `measured_dispersion` returns to the pending means."""
-    if not _served(x_TD, cluster_T, num_clusters, measure, add_to, NO_RESULTS, NO_SCALE):
+    if not _served(x_TD, cluster_T, num_clusters, measure, add_to, _NO_RESULTS, _NO_SCALE):
         cpu.measured_dispersion(x_TD, cluster_T, num_clusters, measure=measure, add_to=add_to)
 
 
@@ -80,7 +80,7 @@ def measured_scale(
     """Compute the op `measure_scale`; arguments are those of `cpu.measured_scale`."""
     scale_CD = x_TD.new_empty(num_clusters, x_TD.shape[1])
     rule = scale_CD.data_ptr(), options.floor, options.eps, options.min_tokens
-    results: Pointers = NO_RESULTS
+    results: Pointers = _NO_RESULTS
     if out is not None:
         spread_CD, count_C = torch.empty_like(scale_CD), x_TD.new_empty(num_clusters)
         results = spread_CD.data_ptr(), count_C.data_ptr()

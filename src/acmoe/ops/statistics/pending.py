@@ -77,9 +77,10 @@ def add_batch(mean_CX: Tensor, count_C: Tensor, new_CX: Tensor, new_C: Tensor, l
     Where the count is 0 the mean becomes exactly `new_CX`. A cluster with fewer than `least` new
     tokens, or with a non-finite statistic, keeps mean and count.
     """
+    new_CX = new_CX.to(mean_CX.dtype)  # first: a float64 number may be too large for the mean
     used_C = (new_C >= least) & ((new_CX * 0).sum(-1) == 0)  # 0 * NaN and 0 * inf are NaN
     # torch.where and not a share of 0: 0 * NaN would carry a NaN of the batch into the mean.
-    value_CX = torch.where(used_C[:, None], new_CX, mean_CX).to(mean_CX.dtype)
+    value_CX = torch.where(used_C[:, None], new_CX, mean_CX)
     added_C = torch.where(used_C, new_C, 0.0)
     count_C.add_(added_C)
     share_C = torch.where(used_C, added_C / count_C, 0.0).to(mean_CX.dtype)

@@ -53,6 +53,10 @@ class RunningAverage(StepStatistics):
         self.scaled_from: Tensor | None = None
         self.scaled_version: tuple[object, ...] = ()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle keeps: no `kept_options`, whose class may move."""
+        return {name: value for name, value in self.__dict__.items() if name != "kept_options"}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickle or deepcopy, and compute its scale anew.
 
@@ -147,10 +151,9 @@ class RunningAverage(StepStatistics):
         """
         if not self.caches_scale:
             return None
-        dispersion, weight = self._buffers["dispersion"], self._buffers["weight"]
-        if self.scaled_from is not dispersion or dispersion is None or weight is None:
+        if self.scaled_from is not self._buffers["dispersion"]:
             return None
-        version = dispersion._version, weight._version, id(weight), self.config
+        version = self.version
         known = version == self.scaled_version and (self.training or version == self.looked)
         return self._buffers["running_scale"] if known else None
 
@@ -223,8 +226,9 @@ class RunningAverage(StepStatistics):
     @property
     def version(self) -> tuple[object, ...]:
         """Return a value that changes with everything that the running scale depends on."""
-        weight = self.weight
-        return self.dispersion._version, weight._version, id(weight), self.config
+        dispersion, weight = self._buffers["dispersion"], self._buffers["weight"]
+        assert dispersion is not None and weight is not None
+        return dispersion._version, weight._version, id(weight), self.config
 
     def update(self) -> None:
         """Update the running average, and its scale, with the recorded batches."""

@@ -11,9 +11,7 @@ In training, every mode also records the dispersion of its tokens for the runnin
 B sequences, L tokens in each, D features, C clusters, J clusters per token.
 """
 
-import contextlib
 from functools import singledispatch
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,7 +100,7 @@ class ClusterStatistics(RunningAverage):
             raise UserError("prefix statistics give each token its scale; call prefix_scale")
         if slot is not None and slot.inference_only:
             check_inference(x_BLD)
-        x_BLD = x_BLD.detach() if self.config.detach else x_BLD  # then nothing here has a gradient
+        x_BLD = x_BLD.detach() if self.config.detach else x_BLD
         if mode == "batch":
             scale = self._batch_scale(x_BLD, assignment_BL, token_mask_BL, order, chosen_C)
         else:
@@ -141,9 +139,8 @@ class ClusterStatistics(RunningAverage):
         scale = self.known_scale()
         if scale is None:
             scale = self.average_scale() if self.training else self.evaluation_scale(assignment_BL)
-            scale = (
-                scale.detach() if self.constant else scale
-            )  # a transform may be over the average
+            # Under torch.func the average may carry a gradient, which a constant scale has not.
+            scale = scale.detach() if self.constant else scale
         return snapshot(scale, accumulation_dtype(x_BLD.dtype), training=self.training)
 
     def _sequence_scale(
@@ -213,29 +210,31 @@ class ClusterStatistics(RunningAverage):
         slot: StatisticsSlot | None,
     ) -> Tensor:
         """Return (B, L, J, D): the scale of each token's J clusters, from tokens up to it."""
-        with self._gradient_mode(x_BLD, slot):
-            x_BLD = x_BLD.detach() if self.config.detach else x_BLD
-            self.warn_if_empty(assignment_BLJ)
-            self._record_dispersion(x_BLD, assignment_BLJ[..., 0], token_mask_BL)
-            before = slot.moments if slot is not None else None
-            if before is None:
-                before = PrefixMoments.empty(
-                    x_BLD.shape[0],
-                    self.num_clusters,
-                    self.dim,
-                    device=x_BLD.device,
-                    dtype=accumulation_dtype(x_BLD.dtype),
-                )
-            spread_BLJD, count_BLJ, after = measure_prefix(
-                x_BLD,
-                assignment_BLJ,
-                before,
-                measure=self.config.measure,
-                token_mask=token_mask_BL,
+        if slot is not None and slot.inference_only:
+            check_inference(x_BLD)
+        x_BLD = x_BLD.detach() if self.config.detach else x_BLD
+        self.warn_if_empty(assignment_BLJ)
+        self._record_dispersion(x_BLD, assignment_BLJ[..., 0], token_mask_BL)
+        before = slot.moments if slot is not None else None
+        if before is None:
+            before = PrefixMoments.empty(
+                x_BLD.shape[0],
+                self.num_clusters,
+                self.dim,
+                device=x_BLD.device,
+                dtype=accumulation_dtype(x_BLD.dtype),
             )
-            if slot is not None:
-                slot.store(after)
-            return scale_of(*self._shrink(spread_BLJD, count_BLJ, assignment_BLJ), self.options)
+        spread_BLJD, count_BLJ, after = measure_prefix(
+            x_BLD,
+            assignment_BLJ,
+            before,
+            measure=self.config.measure,
+            token_mask=token_mask_BL,
+        )
+        if slot is not None:
+            slot.store(after)
+        scale = scale_of(*self._shrink(spread_BLJD, count_BLJ, assignment_BLJ), self.options)
+        return scale.detach() if self.constant else scale
 
     def _shrink(
         self, spread_BLJD: Tensor, count_BLJ: Tensor, assignment_BLJ: Tensor
@@ -255,16 +254,6 @@ class ClusterStatistics(RunningAverage):
     def constant(self) -> bool:
         """Return True if no gradient flows through the scale."""
         return self.config.detach
-
-    def _gradient_mode(
-        self, x: Tensor, slot: StatisticsSlot | None
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Return no_grad if the scale is constant; refuse gradients through a decode slot."""
-        if slot is not None and slot.inference_only:
-            check_inference(x)
-        if torch.is_grad_enabled() and self.constant:
-            return torch.no_grad()
-        return contextlib.nullcontext()
 
 
 @singledispatch
