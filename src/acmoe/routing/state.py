@@ -157,7 +157,11 @@ def clusters_of(
     if mix == 1:
         first_T = affinity_TE.detach().argmax(-1) if first_T is None else first_T
         first_T1 = first_T.view(-1, 1)
-        if before is not None and before.shape == first_T1.shape and _alike(before, affinity_TE):
+        if (
+            before is not None
+            and before.shape == first_T1.shape
+            and (before.dtype, before.device) == (affinity_TE.dtype, affinity_TE.device)
+        ):
             return first_T1, before
         return first_T1, affinity_TE.new_ones(first_T1.shape)
     if detach:
@@ -168,10 +172,6 @@ def clusters_of(
         value_TE = value_TE.scatter(1, first_T[:, None], float("nan"))  # NaN ranks first
     clusters_TJ = best_first(value_TE, mix)
     return clusters_TJ, affinity_TE.gather(1, clusters_TJ).softmax(-1)
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device
 
 
 def first_choice(routing: Routing) -> Tensor:

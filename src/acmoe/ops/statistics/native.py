@@ -28,10 +28,20 @@ Pointers = tuple[int | None, int | None]
 Pending = tuple[Tensor, Tensor, int]  # arguments `mean_CX`, `count_C` and `least` of `add_batch`
 
 
-def unsupported(x: Tensor, assignment: Tensor) -> str | None:
-    """Return the reason why the C functions cannot read these tokens, or None."""
+def unsupported(
+    x: Tensor, assignment: Tensor, measure: str, token_mask: Tensor | None
+) -> str | None:
+    """Return the reason why the C functions cannot measure these clusters, or None."""
     reason = not_native(x) or unsupported_ids(assignment)
-    return reason or unsupported_size(x.numel(), MOST, "numbers")
+    if reason is not None:
+        return reason
+    if measure not in _MEASURES:
+        return f"measure={measure!r} has no kernel"
+    if x.requires_grad and torch.is_grad_enabled():
+        return "its kernel has no gradient"
+    if token_mask is not None or x.dim() != 2 or assignment.shape != x.shape[:1]:
+        return "its kernel takes one set of tokens without a mask"
+    return unsupported_size(x.numel(), MOST, "numbers")
 
 
 def measured_dispersion(

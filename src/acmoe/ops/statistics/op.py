@@ -80,10 +80,9 @@ def _dispersion_triton(
     return _written(found, out)
 
 
-def _unmeasured(
+def _dispersion_not_on_cpu(
     x: Tensor, assignment: Tensor, measure: str, token_mask: Tensor | None
 ) -> str | None:
-    """Return the reason why no kernel on a CPU measures these clusters, or None."""
     if measure not in cpu.MEASURES:
         return f"measure={measure!r} has no kernel"
     if records_gradient(x):
@@ -92,24 +91,10 @@ def _unmeasured(
         return "its kernel takes one set of tokens without a mask"
     if assignment.dtype != torch.int64:
         return f"its kernel takes int64 clusters, not {assignment.dtype}"
-    return None
+    return cpu.unsupported(x)
 
 
-def _dispersion_not_native(
-    x: Tensor, assignment: Tensor, measure: str, token_mask: Tensor | None
-) -> str | None:
-    return _unmeasured(x, assignment, measure, token_mask) or native.unsupported(x, assignment)
-
-
-def _dispersion_not_on_cpu(
-    x: Tensor, assignment: Tensor, measure: str, token_mask: Tensor | None
-) -> str | None:
-    return _unmeasured(x, assignment, measure, token_mask) or cpu.unsupported(x)
-
-
-measure_dispersion.register("native", unsupported=_dispersion_not_native)(
-    native.measured_dispersion
-)
+measure_dispersion.register("native", unsupported=native.unsupported)(native.measured_dispersion)
 measure_dispersion.register("cpu", unsupported=_dispersion_not_on_cpu)(cpu.measured_dispersion)
 
 
@@ -188,7 +173,7 @@ def _scale_not_native(
 ) -> str | None:
     if not options.separable or options.mean_over != "all":
         return _NOT_SEPARABLE
-    return _unmeasured(x, assignment, measure, token_mask) or native.unsupported(x, assignment)
+    return native.unsupported(x, assignment, measure, token_mask)
 
 
 def _scale_not_on_cpu(

@@ -54,7 +54,8 @@ class ClusterStatistics(RunningAverage):
 
     @property
     def mode(self) -> str:
-        return self.config.modes.when(training=self.training)
+        modes = self.config.modes
+        return modes.train if self.training else modes.evaluation
 
     def new_slot(
         self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
