@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from acmoe.ops.statistics.dispersion import accumulation_dtype
@@ -28,7 +29,15 @@ def is_distributed() -> bool:
 
 
 def world_size() -> int:
-    """Return the number of processes that torch.distributed runs, 1 without it."""
+    """Return the number of processes that torch.distributed runs, 1 without it.
+
+    Every training forward asks. `is_initialized` looks for the default group through two more
+    functions of Python, so that the place where torch keeps it is asked first.
+    """
+    if not torch.compiler.is_compiling():
+        world = getattr(distributed_c10d, "_world", None)
+        if getattr(world, "_default_pg", distributed_c10d) is None:
+            return 1
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
