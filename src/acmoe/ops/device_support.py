@@ -69,9 +69,8 @@ def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False
     on_cpu: False if the interpreter is so slow that it must be requested by name.
     integers: x holds whole numbers.
     """
-    # First: calls on a CPU ask, too, and wait for the answer.
-    if x.is_cpu and on_cpu and not (is_compiling() or INTERPRET in STORED) and _installed["triton"]:
-        return _NOT_ON_CPU
+    if x.is_cpu and on_cpu and installed("triton") and not interpreting():
+        return _NOT_ON_CPU  # the first answer, because calls on a CPU wait for it
     device = x.device
     kind = device, x.dtype, integers
     if not is_compiling() and kind in _served and torch.version.hip is None:

@@ -102,7 +102,7 @@ class Op(Generic[P, R]):
         """Register a kernel, to be tried after those registered before and before the definition.
 
         `unsupported` names the op's arguments that it needs as its parameters. by_triton: it
-        refuses tensors on a CPU, unless Triton's interpreter runs; calls there then need not ask.
+        refuses tensors on a CPU, unless Triton's interpreter runs. Calls on a CPU do not ask it.
         """
         assert name in BACKENDS, name
         reads = tuple(inspect.signature(unsupported).parameters)

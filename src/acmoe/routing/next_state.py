@@ -133,10 +133,7 @@ class NextState(nn.Module):
         # check.
         if order is None or token_mask is not None:
             order = no_order(x)
-        origin = state.origin
-        if origin.shape != self.next_router.origin_shape or origin.device != x.device:
-            origin = self._origin(x)
-        return RoutingState(assignment, membership, scale, aux_loss, order, origin)
+        return RoutingState(assignment, membership, scale, aux_loss, order, self._origin(x))
 
     def _without_clusters(
         self, x: Tensor, routing: Routing, state: RoutingState, aux_loss: Tensor, first_layer: bool

@@ -108,10 +108,9 @@ def test_a_copy_reads_what_is_loaded_into_it_however_often(copied):
 
 
 def test_a_pickle_holds_nothing_that_is_computed_from_the_config():
-    """Classes inside of a pickle must not move; that of the options would."""
+    """A later version may move classes of the library that no user sees."""
     moe = filled_layer()
     moe(torch.randn(30, 4))
-    assert moe.next_state.statistics.kept_options is not None
     assert b"ScaleOptions" not in pickle.dumps(moe)
 
 

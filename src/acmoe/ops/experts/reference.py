@@ -88,8 +88,9 @@ def expert_mlp_with(
 def activated(h_NW: Tensor, activation: str) -> Tensor:
     """Return the (N, F) activation of h, which the caller does not read again.
 
-    On a CPU relu overwrites h: new memory would take longer than the activation. Backward reads the
-    result. Modes see no tensor change, because one may keep h (selective checkpointing).
+    On a CPU relu overwrites h: new memory would take longer than the activation. The backward reads
+    the result. Under a dispatch mode h stays as it is, because the mode may keep h for later
+    (selective checkpointing).
     """
     if activation == "relu" and h_NW.device.type == "cpu" and eager(h_NW):
         return F.relu_(h_NW)

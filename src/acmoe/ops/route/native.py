@@ -154,11 +154,12 @@ def _forward(
 
 
 class _Router(torch.autograd.Function):
-    """Return gates, affinities, gate sum, balance loss and x, with gradients; None for some.
+    """Give the results of the C function a gradient: gates, affinities, gate sum, balance loss.
 
-    Layers after the router read this x, so that the backward adds their gradient in its own pass.
-    It is None if x has no gradient, or if no embedding is trained: then nothing here reads x in the
-    backward, and others may change x in place.
+    The gate sum is None where the balance loss is computed, and the balance loss otherwise. It also
+    returns x: layers after the router read this x, so that the backward adds their gradient in its
+    own pass. It is None if x has no gradient, or if no embedding is trained: then nothing here
+    reads x in the backward, and others may change x in place.
     """
 
     @staticmethod

@@ -28,7 +28,7 @@ class ScaledTokens(NamedTuple):
 
     @property
     def is_cpu(self) -> bool:
-        """Return True if the tokens are on a CPU, as for tensors."""
+        """Return True if the tokens are on a CPU; tensors have an attribute of this name."""
         return self.x.is_cpu
 
     def dense(self) -> Tensor:

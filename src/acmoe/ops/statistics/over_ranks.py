@@ -31,8 +31,8 @@ def is_distributed() -> bool:
 def world_size() -> int:
     """Return the number of processes that torch.distributed runs, 1 without it.
 
-    Every training forward asks. `is_initialized` looks for the default group through two more
-    functions of Python, so that the place where torch keeps it is asked first.
+    Every training forward calls it. `is_initialized` reaches the default group through three Python
+    functions; reading it where torch keeps it takes none.
     """
     if not torch.compiler.is_compiling():
         world = getattr(distributed_c10d, "_world", None)

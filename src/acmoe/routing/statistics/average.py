@@ -35,7 +35,6 @@ class RunningAverage(StepStatistics):
     running_scale: Tensor
     checked: tuple[object, ...] = ()  # the average that `warn_if_empty` looked at
     looked: tuple[object, ...] = ()  # the version of the average that an evaluation looked at
-    kept_options: tuple[AdaptiveConfig, ScaleOptions] | None = None  # a config and its `options`
 
     def __init__(self, config: AdaptiveConfig, *, num_clusters: int, dim: int) -> None:
         super().__init__()
@@ -52,10 +51,6 @@ class RunningAverage(StepStatistics):
         # The buffers and options that `running_scale` was computed from.
         self.scaled_from: Tensor | None = None
         self.scaled_version: tuple[object, ...] = ()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle keeps: no `kept_options`, whose class may move."""
-        return {name: value for name, value in self.__dict__.items() if name != "kept_options"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickle or deepcopy, and compute its scale anew.
@@ -113,19 +108,13 @@ class RunningAverage(StepStatistics):
     @property
     def options(self) -> ScaleOptions:
         """Return the options by which a scale is computed from a dispersion."""
-        if torch.compiler.is_compiling():
-            return scale_options(self.config)
-        if self.kept_options is None or self.kept_options[0] is not self.config:
-            self.kept_options = self.config, scale_options(self.config)
-        return self.kept_options[1]
+        return scale_options(self.config)
 
     @property
     def batches(self) -> tuple[Tensor, Tensor]:
         """Return the means (C, D) and counts (C,) that a training forward adds its batch to."""
         if world_size() == 1:
-            mean_CD, count_C = self._buffers["last_dispersion"], self._buffers["last_count"]
-            assert mean_CD is not None and count_C is not None
-            return mean_CD, count_C
+            return self.last_dispersion, self.last_count
         return self.pending_buffer("last_dispersion"), self.pending_buffer("last_count")
 
     def average_scale(self) -> Tensor:
@@ -151,11 +140,11 @@ class RunningAverage(StepStatistics):
         """
         if not self.caches_scale:
             return None
-        if self.scaled_from is not self._buffers["dispersion"]:
+        if self.scaled_from is not self.dispersion:
             return None
         version = self.version
         known = version == self.scaled_version and (self.training or version == self.looked)
-        return self._buffers["running_scale"] if known else None
+        return self.running_scale if known else None
 
     def evaluation_scale(self, assignment: Tensor) -> Tensor:
         """Return `average_scale`, after `warn_if_empty`.
@@ -226,9 +215,8 @@ class RunningAverage(StepStatistics):
     @property
     def version(self) -> tuple[object, ...]:
         """Return a value that changes with everything that the running scale depends on."""
-        dispersion, weight = self._buffers["dispersion"], self._buffers["weight"]
-        assert dispersion is not None and weight is not None
-        return dispersion._version, weight._version, id(weight), self.config
+        weight = self.weight
+        return self.dispersion._version, weight._version, id(weight), self.config
 
     def update(self) -> None:
         """Update the running average, and its scale, with the recorded batches."""
