@@ -73,5 +73,5 @@ def count_state(router: Router, state: RoutingState | None) -> None:
     if not torch.compiler.is_compiling():
         if not Calls.passed:  # else there is nothing left to count
             count_call(state is not None, False)
-    elif not torch.compiler.is_exporting():  # a call of the exporter's is none of a training
+    elif not torch.compiler.is_exporting():  # an exporter's call is not part of a training
         count_call(state is not None, True)

@@ -98,7 +98,7 @@ def route_in_c(
     """
     check_route(tokens, embedding, top_k, token_mask, noise)
     settings = Settings(top_k, over_selected, temperature, balance_weight)
-    if tokens.product is not None:
+    if tokens.product is not None:  # layers after the router read the tokens before they are scaled
         found = _routed(ScaledTokens(tokens.product), embedding, bias, settings)
         return found._replace(x=tokens.x)
     return _routed(tokens, embedding, bias, settings)

@@ -54,8 +54,7 @@ class ClusterStatistics(RunningAverage):
 
     @property
     def mode(self) -> str:
-        modes = self.config.modes
-        return modes.train if self.training else modes.evaluation
+        return self.config.modes.when(training=self.training)
 
     def new_slot(
         self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
@@ -120,7 +119,7 @@ class ClusterStatistics(RunningAverage):
         chosen_C: Tensor | None,
     ) -> Tensor:
         """Return the (C, D) scale of all tokens of the call; in training, record them, too."""
-        if self.config.statistics_group == "global" and self.group:
+        if self.group:
             return self._global_scale(x_BLD, assignment_BL, token_mask_BL, chosen_C)
         options = self.options
         scale = record_scale(
@@ -162,7 +161,7 @@ class ClusterStatistics(RunningAverage):
         order: Tensor | None = None,
     ) -> None:
         """In training, record the dispersion of all tokens of the call for `update`."""
-        if self.training and self.config.statistics_group == "global" and self.group:
+        if self.training and self.group:
             if not replaying():  # a recompute in the backward communicates nothing
                 found = self._global_dispersion(x_BLD, assignment_BL, token_mask_BL)
                 record_batch(*self.batches, *found, least=LEAST)
