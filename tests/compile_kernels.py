@@ -3,7 +3,7 @@
     python tests/compile_kernels.py 90 [--once] GROUP ...
 
 --once compiles the first launch of each kernel alone.
-GROUP is weights, experts, own, odd, gates, text, images, measures, router, few, backward or
+GROUP is weights, experts, own, odd, wide, gates, text, images, measures, router, few, backward or
 forward.
 
 Tests interpret kernels or emulate them, which takes what the compiler may not. Here the library
@@ -33,7 +33,7 @@ from acmoe.config.images.vision import SwinConfig
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.config.text.language import LanguageConfig
 from acmoe.lab.bench.shapes import SHAPES, find_shape
-from acmoe.lab.bench.tune.calls import kernel_calls
+from acmoe.lab.bench.tune.calls import draw_inputs, kernel_calls
 from acmoe.models.registry import build_model
 from acmoe.ops import device_support
 from acmoe.ops import dispatch as backend
@@ -48,6 +48,7 @@ from acmoe.ops.experts.hopper import launch as hopper_launch
 from acmoe.ops.experts.settings import tables
 from acmoe.ops.experts.settings.gemms import PipelineConfig
 from acmoe.ops.experts.triton.tiles import Plan
+from acmoe.ops.experts.tune.calls import backward_calls
 from acmoe.ops.route.autograd import route_op
 from acmoe.ops.sort.op import sort_with_tokens_op
 from acmoe.ops.sort.order import TokenOrder
@@ -153,6 +154,19 @@ def odd() -> None:
         shape = find_shape(f"256x{sizes}x2x2")
         for product, call in kernel_calls(shape, CPU, seed=0).items():
             use = f"{sizes} {product}"
+            call()
+
+
+def wide() -> None:
+    """Weight gradients in float32 for tokens in bf16, by pipelines and by blocks of the rule."""
+    global use
+    shape = find_shape("256x2048x1408x2x2")
+    for name, reason in {"pipeline": None, "blocks": "left out"}.items():
+        hopper_choice.gluon_unsupported = lambda device, reason=reason: reason
+        hopper_choice._usable_settings.cache_clear()
+        given = draw_inputs(shape, torch.Generator())._replace(result=torch.float32)
+        for product, call in backward_calls(given).items():
+            use = f"float32 {product} by {name}"
             call()
 
 
@@ -304,6 +318,7 @@ GROUPS: dict[str, Callable[[], None]] = {
         experts,
         own,
         odd,
+        wide,
         gates,
         text,
         images,

@@ -71,6 +71,12 @@ def test_layers_that_no_table_names_compile_and_fit_on_a_hopper_card():
 
 
 @pytest.mark.slow
+def test_gradients_in_float32_compile_and_fit_on_a_hopper_card():
+    weights = {"hopper.weights.weight_gradient_kernel", "triton.weights.weight_kernel"}
+    assert {f"experts.{name}" for name in weights} <= kernels_of(compiled(90, "wide"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 89, 100, 120])
 def test_kernels_compile_and_fit_on_other_cards(capability):
     """As they launch there: by the rule's blocks, in Triton alone.

@@ -162,3 +162,41 @@ def test_block_sizes_that_fill_a_hopper_are_for_those_alone(capability, tuned, m
     finally:
         device_support.has_large_shared_memory.cache_clear()
     assert (blocks == Blocks(16, 16, 16, 4, 2)) == tuned
+
+
+@pytest.mark.parametrize(
+    ("blocks", "result", "fits"),
+    [
+        (Blocks(128, 256, 32, 8, 4, True, 1, 1), torch.bfloat16, True),
+        # 4 stages and a remainder of 24 KiB each, and a tile of 128 KiB, are 248 KiB of 227.
+        (Blocks(128, 256, 32, 8, 4, True, 1, 1), torch.float32, False),
+        (Blocks(128, 256, 32, 8, 3, True, 1, 1), torch.float32, True),
+        (Blocks(128, 256, 64, 8, 3, True, 1, 1), torch.float32, False),
+        (Blocks(128, 256, 64, 8, 3, True, 1, 0), torch.float32, True),
+    ],
+)
+def test_a_weight_gradient_in_float32_fits_into_shared_memory(blocks, result, fits):
+    from acmoe.ops.experts.triton.launch import _persistent_if_it_fits
+
+    found = _persistent_if_it_fits(blocks, torch.bfloat16, result)
+    assert found == (blocks if fits else blocks._replace(k=64, num_stages=3, persistent=0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gluon", ["auto", "never"])
+@pytest.mark.parametrize("hidden", [512, 1024, 4096])
+def test_wide_weights_in_float32_have_gradients_for_tokens_in_bf16(hidden, gluon, monkeypatch):
+    """As under autocast, for layers whose rows are copied and that no table has."""
+    monkeypatch.setenv("ACMOE_GLUON", gluon)
+    monkeypatch.setenv("ACMOE_TUNE", "never")
+    layer = Layer("swiglu", False, (900, 512, hidden, 6, 2), "cuda")
+    right = layer.gradients(layer.reference())
+    layer.x, layer.gate = (
+        leaf.detach().bfloat16().requires_grad_() for leaf in (layer.x, layer.gate)
+    )
+    layer.cotangent = layer.cotangent.bfloat16()
+    found = layer.gradients(layer.fused())
+    for mine, wanted in zip(found, right, strict=True):
+        assert ((mine - wanted).norm() / wanted.norm()).item() < 1.5e-2  # a chain of roundings
+    for weight in found[2:]:
+        assert weight.dtype == torch.float32 and not torch.equal(weight, weight.bfloat16().float())

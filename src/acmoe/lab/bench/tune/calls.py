@@ -23,6 +23,18 @@ def kernel_calls(shape: Shape, device: torch.device, seed: int) -> dict[str, Cal
     include the work that a pipeline may save (`backward_calls`).
     """
     generator = torch.Generator(device).manual_seed(seed)
+    given = draw_inputs(shape, generator)
+    calls = forward_calls(given, generator) | backward_calls(given, generator)
+    found: dict[str, Call] = {}
+    for kernel, call in calls.items():
+        found[kernel] = partial(_by_triton, kernel, call)
+        if kernel != "up":  # which has no pipeline
+            found[PIPELINE_PREFIX + kernel] = call
+    return found
+
+
+def draw_inputs(shape: Shape, generator: torch.Generator) -> Inputs:
+    """Return random tokens, weights and choices of a layer of this shape."""
     weights = draw_weights(shape, generator=generator)
     x_TD = draw_tokens(shape, generator=generator)
     rows, gate_TK = _random_rows(shape, generator)
@@ -31,16 +43,9 @@ def kernel_calls(shape: Shape, device: torch.device, seed: int) -> dict[str, Cal
         for one in (weights.up, weights.down, weights.up_bias, weights.down_bias)
     )
     assert up is not None and down is not None
-    given = Inputs(
+    return Inputs(
         *(x_TD, up, down, up_bias, down_bias, gate_TK, rows, shape.activation), result=x_TD.dtype
     )
-    calls = forward_calls(given, generator) | backward_calls(given, generator)
-    found: dict[str, Call] = {}
-    for kernel, call in calls.items():
-        found[kernel] = partial(_by_triton, kernel, call)
-        if kernel != "up":  # which has no pipeline
-            found[PIPELINE_PREFIX + kernel] = call
-    return found
 
 
 def _by_triton(kernel: str, call: Call) -> tuple[Tensor, ...]:
