@@ -41,10 +41,14 @@ class TestChoice:
         ("kernel", "sizes", "how", "reason"),
         [
             ("input", (4096, 14336, 8), {}, "not found faster"),
-            ("down", (1024, 9216, 32), {}, "not found faster"),
+            ("down", (1024, 9216, 512), {}, "not found faster"),
             ("hidden", (2048, 1024, 64), {"dtype": torch.float16}, "bfloat16"),
             ("hidden", (2048, 1024, 64), {"act": "gelu"}, "swiglu"),
-            ("up_weight", (2048, 1024, 64), {"result": torch.float32}, "weights are torch.float32"),
+            ("up_weight", (2048, 1024, 64), {"result": torch.float64}, "weights are torch.float64"),
+            (
+                *("up_weight", (2048, 1024, 64), {"gather": True, "result": torch.float32}),
+                "bfloat16 where it gathers tokens, and the weights are torch.float32",
+            ),
             ("down", (2048, 1024, 64), {"bare": False}, "neither bias nor dropout"),
             ("hidden", (1536, 256, 128), {"gather": True}, "tokens are gathered"),
             ("up_weight", (4096, 14336, 8), {"gather": True}, "tokens are gathered"),
@@ -57,20 +61,17 @@ class TestChoice:
     def test_what_cannot_or_should_not_says_why(self, kernel, sizes, how, reason):
         assert reason in self.unsupported(kernel, sizes, **how)
 
-    @pytest.mark.parametrize(
-        ("kernel", "settings", "reason"),
-        [
-            ("hidden", ["cooperative", 3, 2], "no GEMM hidden in the form 'cooperative'"),
-            ("up_weight", ["ping-pong", 4], "no GEMM up_weight in the form 'ping-pong'"),
-        ],
-    )
-    def test_a_pipeline_that_does_not_exist_is_refused(self, kernel, settings, reason, monkeypatch):
+    def test_weights_in_float32_have_their_gradients_by_a_pipeline(self):
+        for kernel in ("down_weight", "up_weight"):
+            assert self.unsupported(kernel, (2048, 1024, 64), result=torch.float32) is None
+
+    def test_a_pipeline_that_does_not_exist_is_refused(self, monkeypatch):
         from acmoe.ops.experts.settings import tables
 
-        monkeypatch.setattr(
-            tables, "package_table", lambda: {f"pipeline_{kernel}/256/256/4": settings}
-        )
-        assert reason in self.unsupported(kernel, (256, 256, 4))
+        table = {"pipeline_up_weight/256/256/4": ["ping-pong", 4]}
+        monkeypatch.setattr(tables, "package_table", lambda: table)
+        reason = self.unsupported("up_weight", (256, 256, 4))
+        assert reason == "there is no GEMM up_weight in the form 'ping-pong'"
 
     @pytest.mark.parametrize(
         ("sizes", "gathering"),

@@ -54,9 +54,11 @@ def test_the_pipelines_of_every_layer_fit_into_a_multiprocessor(sizes):
         if one is None:
             continue
         stages = one.stages * (128 + one.columns) * 64 * 2
-        out = 2 * 64 * 128 * 2 if kernel != "hidden" else one.buffers * 3 * 64 * 64 * 2
+        out = 2 * 64 * 128 * 2
+        if kernel == "hidden":  # gate and up of so many panels, and one of the results
+            own = 2 if one.form == "cooperative" else 1
+            out = own * (2 * one.buffers + 1) * 64 * 64 * 2
         assert stages + out <= SHARED
-        assert one.form == {"hidden": "ping-pong"}.get(kernel, one.form)
 
 
 def test_the_rules_agree_with_what_was_measured():
@@ -77,7 +79,9 @@ def test_the_rules_agree_with_what_was_measured():
                 if rule != pipeline and (rule and rule[:2]) != (pipeline and pipeline[:2]):
                     missed.append((f"pipeline_{kernel}", sizes[1]))
     assert missed == [
+        ("pipeline_down", 14336),  # level
         ("down_weight", 14336),
+        ("pipeline_input", 14336),  # level
     ]
 
 
@@ -92,13 +96,18 @@ def test_the_rules_agree_with_what_was_measured():
         ((2880, 2880, 32, 256), "hidden", PipelineConfig("ping-pong", 5, 2)),
         ((2048, 1408, 64, 2048), "hidden", PipelineConfig("ping-pong", 5, 2)),
         ((2048, 1408, 64, 2048), "input", PipelineConfig("cooperative", 4)),
-        ((4096, 6400, 16, 2048), "input", None),  # 12,800 are many to sum over
+        ((4096, 6400, 16, 2048), "input", PipelineConfig("cooperative", 4)),
+        ((4096, 6400, 16, 512), "input", None),  # 12,800 are many to sum over with so few rows
+        ((6144, 16384, 8, 512), "hidden", PipelineConfig("cooperative", 3, 2)),
+        ((6144, 16384, 8, 4096), "hidden", PipelineConfig("ping-pong", 4, 4)),
+        ((4096, 6400, 16, 256), "hidden", PipelineConfig("ping-pong", 5, 2)),
         ((2048, 512, 512, 512), "down", PipelineConfig("cooperative", 4)),
         ((2048, 512, 512, 512), "up_weight", PipelineConfig("cooperative", 4, gathers=True)),
         # 2,048 rows are many: 3 stages. 5,760 columns are many: the copy pays.
         ((2048, 1408, 64, 2048), "up_weight", PipelineConfig("cooperative", 3, gathers=True)),
         ((2880, 2880, 32, 2048), "up_weight", PipelineConfig("cooperative", 4)),
-        ((6144, 16384, 8, 4096), "input", None),
+        ((6144, 16384, 8, 4096), "input", PipelineConfig("cooperative", 4)),
+        ((6144, 16384, 8, 512), "input", None),
         ((2048, 1408, 64, 64), "down", PipelineConfig("cooperative", 4)),
         ((2048, 1408, 64, 32), "down", None),  # a tile of 128 rows would be padding
     ],

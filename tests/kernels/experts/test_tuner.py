@@ -60,7 +60,7 @@ def test_every_pipeline_computes_the_gemm(rows, tuner, monkeypatch):
     # Rows: 3 ping-pong, and cooperative of 3 and 4 stages. Weights: of 4 forms those that gather,
     # or those that do not; x may be gathered though the gradient is copied. A gathered gradient has
     # no pipeline for the hidden units.
-    hidden, second, first = (4, 2, 4) if rows else (0, 2, 2)
+    hidden, second, first = (6, 2, 4) if rows else (0, 2, 2)
     assert counted == dict(zip(PIPELINES, (hidden, 5, 5, second, first), strict=True))
 
 

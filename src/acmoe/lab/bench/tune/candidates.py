@@ -116,7 +116,7 @@ def no_pipeline(gemm: str, shape: Shape, device: torch.device) -> str:
 
 def _forms(gemm: str) -> list[PipelineConfig]:
     if gemm == "hidden":
-        return [PipelineConfig("ping-pong", *sizes) for sizes in _HIDDEN]
+        return list(_HIDDEN)
     if gemm in WEIGHT_GEMMS:
         return [
             GROUPED_MM,

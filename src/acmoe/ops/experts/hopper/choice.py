@@ -63,9 +63,8 @@ def _unsupported_shape(
     """
     inner, outer = _gemm_sizes(kernel, size, gather)
     weight = kernel in WEIGHT_GEMMS
-    missing_form = {"hidden": "cooperative"}.get(kernel, "ping-pong" if weight else None)
-    if settings.form == missing_form:
-        return f"there is no GEMM {kernel} in the form {settings.form!r}"
+    if weight and settings.form == "ping-pong":
+        return f"there is no GEMM {kernel} in the form 'ping-pong'"
     step_i, step_o = (16 if weight else PIPELINE_BK), (64 if kernel == "hidden" else 16)
     if inner % step_i or outer % step_o:
         return f"its tiles need multiples of {step_i} and {step_o}, not {inner}, {outer}"
@@ -109,10 +108,12 @@ def _settings_unsupported(
         return "it was not found faster for this shape"
     if dtype != torch.bfloat16:
         return f"it takes bfloat16, not {dtype}"
-    if result not in (None, dtype):
-        # A cast afterwards would round, and take another pass over memory: at olmoe 2.4 GB, which
-        # is 0.6 ms by its bytes (not timed), where this kernel saves 0.2.
-        return f"it gives bfloat16, and the weights are {result}"
+    if result not in (None, dtype) and (
+        result != torch.float32 or gather or settings == GROUPED_MM
+    ):
+        # A cast afterwards would round, and take another pass over memory.
+        form = " where it gathers tokens" if gather else ""
+        return f"it gives bfloat16{form}, and the weights are {result}"
     if settings == GROUPED_MM:
         return _torch_unsupported(kernel, size, dtype, device, gather, bare)
     if not bare or (kernel == "hidden" and size.act != "swiglu"):
@@ -279,6 +280,6 @@ def run_weight(
     from acmoe.ops.experts.hopper.launch import launch_gathered_weights, launch_weights
 
     if gather == "none":
-        return launch_weights(p, q, plan, settings)
+        return launch_weights(p, q, plan, settings, dtype=dtype)
     tokens, rows = (p, q) if gather == "p" else (q, p)
     return launch_gathered_weights(tokens, rows, plan, settings, transposed=gather == "q")

@@ -27,6 +27,8 @@ _PANEL = [HALF_M.value, PANEL.value]  # rows of half a tile, and columns of a pa
 _HALF = [HALF_M.value, 2 * PANEL.value]  # the block of a result that one TMA store writes
 UP_COLUMNS = up_module.COLUMNS.value
 UP_STAGES = 4  # each takes 48 KiB of shared memory
+# Stages of a weight gradient in float32, whose panels take twice the shared memory: 64 KiB.
+FLOAT32_STAGES = 3
 # Blocks that the producer has yet to load of a tile when the program takes its next one. An atomic
 # takes about as long as the MMAs of one or two blocks.
 AHEAD = 4
@@ -104,7 +106,9 @@ def launch_hidden(
 ) -> tuple[Tensor, Tensor]:
     """Return gate * a (N, F) and partial sums (B, N) of the gate's gradient; write dh (N, 2F)."""
     _, dim, hidden = down.shape
-    rows = plan.num_rows
+    rows, num_k = plan.num_rows, dim // PIPELINE_BK
+    cooperative = settings.form == "cooperative"
+    counter, asks_at = (plan.counter, _asks_at(num_k)) if cooperative else (None, None)
     a = torch.empty(rows, hidden, device=h.device, dtype=h.dtype)
     num_n = cdiv(hidden, settings.columns)
     dgate = torch.empty(num_n, rows, device=h.device)
@@ -114,21 +118,28 @@ def launch_hidden(
         *(_desc(x, [PIPELINE_BM, PIPELINE_BK]), _desc(down, [PIPELINE_BK, settings.columns])),
         *(_desc(h, _PANEL), describe(dh, _PANEL), describe(a, _PANEL)),
         *(dh, a, dgate, gate, plan.permutation),
-        *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
-        *(rows, dim // PIPELINE_BK, num_n, dim, hidden),
+        *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM), counter),
+        *(rows, num_k, num_n, asks_at, dim, hidden),
         GROUP_M=GROUP_M,
         BY_EXPERT=plan.by_expert(PIPELINE_BM, down),
         STAGES=settings.stages,
         BUFFERS=settings.buffers,
+        COOPERATIVE=cooperative,
         num_warps=4,
     )
     return a, dgate
 
 
-def launch_weights(p: Tensor, q: Tensor, plan: Plan, settings: PipelineConfig) -> Tensor:
-    """Return (E, O, I): p^T q summed over each expert's rows; p and q both hold rows."""
+def launch_weights(
+    p: Tensor, q: Tensor, plan: Plan, settings: PipelineConfig, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return (E, O, I): p^T q summed over each expert's rows; p and q both hold rows.
+
+    dtype: float32, or None for that of p.
+    """
     outer, inner, experts = p.shape[1], q.shape[1], plan.offsets.shape[0]
-    dw = torch.empty(experts, outer, inner, device=p.device, dtype=p.dtype)
+    dw = torch.empty(experts, outer, inner, device=p.device, dtype=dtype or p.dtype)
+    stages = min(settings.stages, FLOAT32_STAGES) if dw.dtype == torch.float32 else settings.stages
     p, q = tma_aligned(p), tma_aligned(q)
     p_block, q_block = [PIPELINE_BK, HALF_M.value], [PIPELINE_BK, settings.columns]
     launch(
@@ -137,7 +148,7 @@ def launch_weights(p: Tensor, q: Tensor, plan: Plan, settings: PipelineConfig) -
         describe(dw.view(-1, inner), _HALF),
         *(plan.offsets, experts * _tiles(outer, inner, settings), outer, inner),
         GROUP_M=GROUP_M,
-        STAGES=settings.stages,
+        STAGES=stages,
         num_warps=4,
     )
     return dw

@@ -43,6 +43,18 @@ def tile_of_rows(tile_id, plan, num_used, num_n, GROUP_M: gl.constexpr, BY_EXPER
 
 
 @gluon.jit
+def place_of_tile(tile_id, plan, num_n, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
+    """Return a tile's first row, end of the expert's rows, and column tile.
+
+    A number past the last tile, which ends the program, gives the place of some other tile.
+    """
+    num_used = gl.maximum(gl.load(plan[3]), 1)
+    some = gl.minimum(tile_id, num_used * num_n - 1)
+    _expert, row, end, n_tile = tile_of_rows(some, plan, num_used, num_n, GROUP_M, BY_EXPERT)
+    return row, end, n_tile
+
+
+@gluon.jit
 def _load_tile_blocks(
     load_args, tile_id, num_used, k_block, mailbox, asks_at, GROUP_M: gl.constexpr,
     BY_EXPERT: gl.constexpr, WEIGHT_IO: gl.constexpr,
@@ -162,6 +174,17 @@ def mma_tile(pipeline, local_tile, rows, num_k, CONSUMER: gl.constexpr, WEIGHT_I
     else:
         upper, lower = _mma_loop(pipeline, upper, lower, k_block, num_k, CONSUMER, WEIGHT_IO, 1)
     return upper, lower
+
+
+@gluon.jit
+def skip_blocks(pipeline, k_block, num_k):
+    """Cooperative consumer whose half of a tile has no rows: release the tile's stages unread."""
+    full, empty = pipeline[2], pipeline[3]
+    STAGES: gl.constexpr = full.shape[0]
+    for k in range(num_k):
+        stage, phase = (k_block + k) % STAGES, (k_block + k) // STAGES & 1
+        mbarrier.wait(full.index(stage), phase)
+        mbarrier.arrive(empty.index(stage))
 
 
 @gluon.jit

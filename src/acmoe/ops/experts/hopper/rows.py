@@ -35,6 +35,8 @@ from acmoe.ops.experts.hopper.pipeline import (
     load_blocks,
     load_next_blocks,
     mma_tile,
+    place_of_tile,
+    skip_blocks,
     store_masked,
     tile_of_rows,
 )
@@ -85,12 +87,12 @@ def _store_kept(kept, store_args):
 
 
 @gluon.jit
-def _mma_half(
+def mma_half(
     pipeline, k_block, num_k, half, kept, store_args, WEIGHT_IO: gl.constexpr
 ):  # fmt: skip
-    """Issue the MMAs of half a tile, and store the kept panel behind the first ones.
+    """Issue the MMAs of half a tile, and store the kept panel behind the first ones, if not None.
 
-    Return the accumulator; the MMAs of its last block may still run (`_finish_half`). The first K
+    Return the accumulator; the MMAs of its last block may still run (`finish_half`). The first K
     block is number k_block of the pipeline.
     """
     a_bufs, w_bufs, full, empty, _ = pipeline
@@ -105,8 +107,9 @@ def _mma_half(
         if not WEIGHT_IO:
             w = w.permute((1, 0))
         acc = warpgroup_mma(a, w, acc, use_acc=k > 0, is_async=True)
-        if k == 0:
-            _store_kept(kept, store_args)
+        if kept is not None:
+            if k == 0:
+                _store_kept(kept, store_args)
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES), pred=k > 0)
         k_block += 1
@@ -114,7 +117,7 @@ def _mma_half(
 
 
 @gluon.jit
-def _finish_half(pipeline, k_end, acc):
+def finish_half(pipeline, k_end, acc):
     """Wait for the MMAs of a tile's last block, number k_end - 1, and release its stage.
 
     Return the left and the right panel of the accumulator.
@@ -130,18 +133,6 @@ def _finish_half(pipeline, k_end, acc):
 
 
 @gluon.jit
-def _place(tile_id, plan, num_n, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
-    """Return a tile's first row, end of the expert's rows, and column tile.
-
-    A number past the last tile, which ends the program, gives the place of some other tile.
-    """
-    num_used = gl.maximum(gl.load(plan[3]), 1)
-    some = gl.minimum(tile_id, num_used * num_n - 1)
-    _expert, row, end, n_tile = tile_of_rows(some, plan, num_used, num_n, GROUP_M, BY_EXPERT)
-    return row, end, n_tile
-
-
-@gluon.jit
 def _cooperative_consumer(
     CONSUMER: gl.constexpr, consumer_args, mailbox, GROUP_M: gl.constexpr,
     BY_EXPERT: gl.constexpr, WEIGHT_IO: gl.constexpr,
@@ -152,8 +143,6 @@ def _cooperative_consumer(
     its next tile run: by then TMA has read the left one from the buffer.
     """
     y_desc, y_ptr, y_bufs, pipeline, plan, num_k, num_n, O = consumer_args
-    full, empty = pipeline[2], pipeline[3]
-    STAGES: gl.constexpr = full.shape[0]
     HALF_N: gl.constexpr = y_bufs.shape[2]
     num_tiles = gl.load(plan[3]) * num_n
     buf = y_bufs.index(CONSUMER)
@@ -161,27 +150,25 @@ def _cooperative_consumer(
     tile_id, local_tile, k_block = gl.program_id(0), 0, 0
     kept = gl.zeros([HALF_M, HALF_N], y_desc.dtype, acc_layout(HALF_N))
     kept_row, kept_end, kept_column, exists = 0, 0, 0, False
-    row, end, n_tile = _place(tile_id, plan, num_n, GROUP_M, BY_EXPERT)
+    row, end, n_tile = place_of_tile(tile_id, plan, num_n, GROUP_M, BY_EXPERT)
     while tile_id < num_tiles:
         want_tile(mailbox)
         row += CONSUMER * HALF_M
         if row < end:
             kept_panel = (kept, kept_row, kept_end, kept_column, exists)
-            acc = _mma_half(pipeline, k_block, num_k, CONSUMER, kept_panel, store_args, WEIGHT_IO)
+            acc = mma_half(pipeline, k_block, num_k, CONSUMER, kept_panel, store_args, WEIGHT_IO)
             column = gl.minimum(n_tile * 2 * HALF_N, O - 2 * HALF_N)
             kept_row, kept_end, kept_column, exists = row, end, column + HALF_N, True
             tile_id = next_tile(mailbox, local_tile)
-            row, end, n_tile = _place(tile_id, plan, num_n, GROUP_M, BY_EXPERT)
-            left, right = _finish_half(pipeline, k_block + num_k, acc)
+            row, end, n_tile = place_of_tile(tile_id, plan, num_n, GROUP_M, BY_EXPERT)
+            left, right = finish_half(pipeline, k_block + num_k, acc)
             left = left.to(y_desc.dtype)
             _store_half(left, buf, y_desc, y_ptr, kept_row, kept_end, column, O)
             kept = right.to(y_desc.dtype)
-        else:  # this half has no rows: release the stages unread
-            for k in range(num_k):
-                mbarrier.wait(full.index((k_block + k) % STAGES), (k_block + k) // STAGES & 1)
-                mbarrier.arrive(empty.index((k_block + k) % STAGES))
+        else:
+            skip_blocks(pipeline, k_block, num_k)
             tile_id = next_tile(mailbox, local_tile)
-            row, end, n_tile = _place(tile_id, plan, num_n, GROUP_M, BY_EXPERT)
+            row, end, n_tile = place_of_tile(tile_id, plan, num_n, GROUP_M, BY_EXPERT)
         k_block += num_k
         local_tile += 1
     _store_kept((kept, kept_row, kept_end, kept_column, exists), store_args)

@@ -29,7 +29,7 @@ from acmoe.ops.experts.hopper.next_tile import (
     next_tile,
     want_tile,
 )
-from acmoe.ops.experts.hopper.pipeline import tile_of_rows
+from acmoe.ops.experts.hopper.pipeline import skip_blocks, tile_of_rows
 from acmoe.ops.experts.triton.activation import silu
 
 _GATHER_WARPS = gl.constexpr(2)
@@ -168,8 +168,6 @@ def _consumer(
     It looks up its next tile while the last MMAs of a tile run.
     """
     a_ptr, pipeline, mailbox, plan, num_n, num_k, F = consumer_args
-    full, empty = pipeline[2], pipeline[3]
-    STAGES: gl.constexpr = full.shape[0]
     num_tiles = gl.load(plan[3]) * num_n
     tile_id, local_tile, k_block = gl.program_id(0), 0, 0
     next_row, next_end, next_column = _place(tile_id, plan, num_n, F, GROUP_M, BY_EXPERT)
@@ -190,10 +188,7 @@ def _consumer(
             at = rows.to(gl.int64)[:, None] * F + cols[None, :]
             gl.store(a_ptr + at, value, mask=(rows < end)[:, None])
         else:
-            for k in range(num_k):
-                at_block = k_block + k
-                mbarrier.wait(full.index(at_block % STAGES), at_block // STAGES & 1)
-                mbarrier.arrive(empty.index(at_block % STAGES))
+            skip_blocks(pipeline, k_block, num_k)
             tile_id = next_tile(mailbox, local_tile)
             next_row, next_end, next_column = _place(tile_id, plan, num_n, F, GROUP_M, BY_EXPERT)
         k_block += num_k

@@ -36,7 +36,8 @@ class PipelineConfig(NamedTuple):
     # "torch": torch's grouped GEMM, which chooses its own settings (GROUPED_MM)
     form: str
     stages: int  # pipeline stages
-    buffers: int = 0  # shared-memory buffers for panels of h in the epilogue of "hidden"
+    # panels of h in shared memory in the epilogue of "hidden"; if cooperative, of each consumer
+    buffers: int = 0
     gathers: bool = False  # a weight gradient gathers tokens, where that costs less than a copy
 
     @property

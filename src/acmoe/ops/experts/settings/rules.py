@@ -33,11 +33,19 @@ _LONG_WEIGHT = 1024
 # Inner dimensions from which Triton's tiles of 256 columns are faster than of 128: dsv2lite's down
 # takes 0.80 against 0.88 ms (1408), qwen3next's 0.65 against 0.64 (512).
 _WIDE_INNER = 1024
-# Inner dimensions up to which the Hopper kernel by rows is faster than Triton's. "input": 1.51
-# against 1.60 ms at 2816 (dsv2lite), 3.12 against 3.16 at 5760 (gptoss), 4.78 against 4.64 at 12800
-# (phi). "down": 2.31 against 2.31 ms at 6400 (phi), 1.95 against 1.93 at 8192 (scout). Fewer rows
-# change nothing: phi's "input" with 2,048 tokens takes 0.79 against 0.74 ms.
-_LONGEST_INNER = {"down": 6400, "input": 8192}
+# Inner dimensions up to which, and rows of an average expert from which, the Hopper kernel by rows
+# is faster than Triton's. "input": 1.50 against 1.57 ms at 2816 (dsv2lite), 3.31 against 3.44 at
+# 5760 (gptoss), 4.93 against 5.14 at 12800 (phi), 4.08 against 4.16 at 16384 (scout, 1,024 rows),
+# but with 128 to 512 rows 0.728 against 0.712 at 12800 (phi@2048), 0.808 against 0.751 at 16384
+# (scout@2048), 2.54 against 2.45 at 32768 (mixtral22b@2048). "down": 0.378 against 0.379 at 6400
+# (phi@2048), 0.391 against 0.385 at 8192 (scout@2048), 6.17 against 6.39 at 10752 (DBRX, 2,048).
+_LONGEST_INNER, _LONG_INNER_ROWS = {"down": 6400, "input": 8192}, 1024
+# Features from which, and rows of an average expert up to which, "hidden" is cooperative, against
+# ping-pong: 1.42 against 1.48 ms at 6144 (mixtral22b@2048, 512 rows), 0.88 against 0.91 at 7168
+# (dsv3@2048, 512), 2.35 against 2.38 at 5120 (scout, 1,024), but 0.497 against 0.486 at 4096
+# (phi@2048, 256), and with more rows 7.47 against 7.37 at 6144 (DBRX, 2,048), 6.79 against 6.59 at
+# 7168 (dsv3, 4,096).
+_COOPERATIVE_DIM, _COOPERATIVE_ROWS = 4608, 1024
 # Features from which, and rows of an average expert above which, "hidden" prefers buffers to
 # stages: 1.99 against 2.09 ms at 2880 features (gptoss), but 1.15 against 1.11 at 2048 (dsv2lite),
 # and 0.349 against 0.331 at 2880 with 256 rows (gptoss with 2,048 tokens).
@@ -190,6 +198,8 @@ def pipeline(kernel: str, layer: Layer, *, copied: bool) -> PipelineConfig | Non
     """
     if kernel == "hidden":
         # Against GEMM and activation apart: 9% less at mixtral, 21% at qwen30b, 25% at olmoe.
+        if layer.dim >= _COOPERATIVE_DIM and layer.rows <= _COOPERATIVE_ROWS:
+            return PipelineConfig("cooperative", 3, 2)
         buffered = layer.dim >= _BUFFERED_DIM and layer.rows > _BUFFERED_ROWS
         return PipelineConfig("ping-pong", *((4, 4) if buffered else (5, 2)))
     if kernel in WEIGHT_GEMMS:
@@ -199,7 +209,9 @@ def pipeline(kernel: str, layer: Layer, *, copied: bool) -> PipelineConfig | Non
         long = gathers and kernel == "up_weight" and layer.rows > _LONG_WEIGHT
         return PipelineConfig("cooperative", 3 if long else 4, gathers=gathers)
     inner, outer = layer.inner_outer(kernel)
-    if inner > _LONGEST_INNER[kernel] or (kernel == "down" and layer.rows <= FEW_ROWS_FORWARD):
+    if inner > _LONGEST_INNER[kernel] and layer.rows < _LONG_INNER_ROWS:
+        return None
+    if kernel == "down" and layer.rows <= FEW_ROWS_FORWARD:
         return None
     if padding(outer, 256) > _PADDING:
         return PipelineConfig("ping-pong", 6)

@@ -150,13 +150,9 @@ def _is_pipeline(gemm: str, row: Any) -> bool:
         type(n) is not int or n < 0 for n in (settings.stages, settings.buffers)
     ):
         return False
-    forms = {
-        "hidden": ("ping-pong",),
-        "down": ("ping-pong", "cooperative"),
-        "input": ("ping-pong", "cooperative"),
-    }
+    forms = ("cooperative", "ping-pong") if gemm in ROW_GEMMS else ("cooperative",)
     buffered = settings.buffers > 0 or gemm != "hidden"
-    return settings.form in forms.get(gemm, ("cooperative",)) and settings.stages > 1 and buffered
+    return settings.form in forms and settings.stages > 1 and buffered
 
 
 def key(kernel: str, dim: int, hidden: int, experts: int) -> str:

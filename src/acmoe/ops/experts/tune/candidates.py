@@ -30,8 +30,11 @@ FEW = (
     *((16, 64, 128, 4, 4), (16, 128, 128, 4, 3), (32, 64, 128, 4, 4), (64, 64, 64, 4, 4)),
     *((64, 64, 128, 4, 3), (64, 32, 128, 4, 4)),
 )
-# (stages, buffers of h) of the GEMM "hidden" that fit into 227 KiB beside its outputs.
-HIDDEN = ((5, 2), (4, 4), (4, 2), (3, 4))
+# Settings of the GEMM "hidden" that fit into 227 KiB.
+HIDDEN = (
+    *(PipelineConfig("ping-pong", *sizes) for sizes in ((5, 2), (5, 3), (4, 4), (4, 2), (3, 4))),
+    PipelineConfig("cooperative", 3, 2),
+)
 # Stages of ping-pong and of cooperative pipelines.
 PING_PONG, COOPERATIVE = (4, 5, 6), (3, 4)
 
@@ -49,7 +52,10 @@ _QUICK_WEIGHT_BLOCKS = (
     Blocks(128, 128, 64, 8, 3, True, 1),
 )
 _QUICK_PIPELINES = {
-    "hidden": [PipelineConfig("ping-pong", 5, 2), PipelineConfig("ping-pong", 4, 4)],
+    "hidden": [
+        *(PipelineConfig("ping-pong", *sizes) for sizes in ((5, 2), (4, 4))),
+        PipelineConfig("cooperative", 3, 2),
+    ],
     "down": [
         PipelineConfig("ping-pong", 6),
         PipelineConfig("cooperative", 4),
