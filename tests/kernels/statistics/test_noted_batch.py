@@ -16,8 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from acmoe import AdaptiveConfig
 from acmoe.lab.variants import variant_of
 from acmoe.ops.dispatch import use_backend
-from acmoe.ops.statistics import recorded
+from acmoe.ops.sort.order import TokenOrder
+from acmoe.ops.statistics import recorded, scale_op, sorted_op
 from acmoe.ops.statistics.dispersion import dispersion_and_count
+from acmoe.ops.statistics.dispersion_op import as_sets
+from acmoe.ops.statistics.pending import LEAST
+from acmoe.ops.statistics.scale_op import ScaleSettings
 from acmoe.routing.statistics import ClusterStatistics, build_statistics
 from slow_cases import mostly_slow
 
@@ -160,3 +164,51 @@ def test_compiled_and_recomputed_forwards_note_the_same(
             torch.testing.assert_close(y, wanted)
             y.sum().backward()
             assert_noted(taken, x.detach(), cluster)
+
+
+@mostly_slow(
+    ("is_sorted", "tokens", "features"),
+    [(True, 700, 24), (False, 40, 7), (True, 40, 1024), (True, 40, 7)],
+    keep=(0, 1),
+    gpu=(2, 3),
+)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_kernel_that_measures_adds_the_batch_as_its_op_does(
+    scaled: bool, is_sorted: bool, tokens: int, features: int, device: str
+) -> None:
+    """Of clusters in several chunks, in one, and of few tokens: all bits are equal.
+
+    The clusters have many tokens; one, which has no dispersion; none; and some, one of them NaN.
+    """
+    from acmoe.ops.statistics.triton.pending import add_batch
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, features, generator=generator).bfloat16()
+    cluster = torch.zeros(tokens, dtype=torch.int64)
+    cluster[-9:] = torch.tensor([1, 3, 3, 3, 4, 4, 4, 4, 4])
+    x[-7] = torch.nan
+    x, cluster = x.to(device), cluster.to(device)
+    given = (x, cluster, None)
+    if is_sorted:
+        order = TokenOrder.unpack(sorted_by(cluster, 5), 5)
+        assert order is not None
+        given = (x, *order)
+    ops = sorted_op if is_sorted else scale_op
+    run = ops.launched_scale if scaled else ops.launched_dispersion
+    settings = ScaleSettings() if scaled else ("mad",)
+
+    def measured(pending: Any) -> tuple[list[Tensor], Tensor, Tensor]:
+        batch = torch.empty(5, features, device=device), torch.empty(5, device=device)
+        tensors = given if is_sorted else as_sets(*given)
+        return list(run(*tensors, *batch, *settings, pending=pending)), *batch
+
+    start = torch.randn(5, features, generator=generator).to(device)
+    counts = torch.tensor([3.0, 1, 2, 5, 0], device=device)
+    found, wanted = (start.clone(), counts.clone()), (start.clone(), counts.clone())
+    mine, *batch = measured(found)
+    apart, *_ = measured(None)
+    add_batch(*wanted, *batch, LEAST)
+    for one, other in zip([*mine, *found], [*apart, *wanted], strict=True):
+        assert torch.equal(one, other)
+    assert found[1].tolist() == [tokens - 6, 1, 2, 5, 5]
+    assert torch.equal(found[0][4], batch[0][4])  # the first batch of its cluster

@@ -20,6 +20,10 @@ from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.dispatch import op, transforming
 from acmoe.ops.statistics import cpu
 
+LEAST = 2  # tokens of a cluster; a single one has dispersion 0, which carries no information
+
+Pending = tuple[Tensor, Tensor]  # means (C, D) and counts (C,) of pending batches
+
 
 def replaying() -> bool:
     """Return True inside a backward, where a forward is a repetition by activation checkpointing.

@@ -2,8 +2,8 @@
 
 The results are those of `measure_dispersion` or `measure_scale`, and then `record_batch`. Where
 Triton's kernels serve an eager call, all of its launches are repeated from one tape
-(ops/device/tape.py), whose memory holds the batch: that takes less of the host's time. On a CPU the
-kernel adds what it measured itself.
+(ops/device/tape.py), whose memory holds the batch: that takes less of the host's time. There, and
+on a CPU, the kernel adds what it measured itself.
 
 D features, C clusters; all leading dimensions of x count tokens.
 """
@@ -22,11 +22,9 @@ from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics import cpu, native, scale_op, sorted_op
 from acmoe.ops.statistics.dispersion_op import as_sets
 from acmoe.ops.statistics.op import measure_dispersion, measure_scale
-from acmoe.ops.statistics.pending import record_batch, replaying
+from acmoe.ops.statistics.pending import LEAST, Pending, record_batch, replaying
 from acmoe.ops.statistics.scale import ScaleOptions, scale_of
 from acmoe.ops.taped import taped
-
-LEAST = 2  # tokens of a cluster; a single one has dispersion 0, which carries no information
 
 # Kernels that add what they measured to the pending means themselves.
 _ADDING_DISPERSION: dict[str, Callable[..., Any]] = {
@@ -37,8 +35,6 @@ _ADDING_SCALE: dict[str, Callable[..., Tensor]] = {
     "native": native.measured_scale,
     "cpu": cpu.measured_scale,
 }
-
-Pending = tuple[Tensor, Tensor]  # means (C, D) and counts (C,) of pending batches
 
 
 def record_dispersion(
@@ -186,9 +182,7 @@ def _run_unsorted(
     mask_T = None if token_mask is None else token_mask.flatten()
     sets = as_sets(_all_tokens(x), assignment.flatten(), mask_T)
     batch = _new_batch(x, num_clusters)
-    found = launched(*sets, *batch, *settings)
-    _add(mean_CD, count_C, batch)
-    return found
+    return launched(*sets, *batch, *settings, pending=_pending(mean_CD, count_C))
 
 
 def _run_sorted(
@@ -205,16 +199,11 @@ def _run_sorted(
     x_TD = _all_tokens(x)
     sorted_op.check_sorted(x_TD, clusters, settings[0])
     batch = _new_batch(x, num_clusters)
-    found = launched(x_TD, *clusters, *batch, *settings)
-    _add(mean_CD, count_C, batch)
-    return found
+    return launched(x_TD, *clusters, *batch, *settings, pending=_pending(mean_CD, count_C))
 
 
-def _add(mean_CD: Tensor | None, count_C: Tensor | None, batch: tuple[Tensor, Tensor]) -> None:
-    from acmoe.ops.statistics.triton.pending import add_batch
-
-    if mean_CD is not None and count_C is not None:
-        add_batch(mean_CD, count_C, *batch, LEAST)
+def _pending(mean_CD: Tensor | None, count_C: Tensor | None) -> Pending | None:
+    return None if mean_CD is None or count_C is None else (mean_CD, count_C)
 
 
 def _all_tokens(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from acmoe.errors import check
 from acmoe.ops.dispatch import eager
 from acmoe.ops.statistics.dispersion_op import as_sets, check_kernel_input, summed_term
+from acmoe.ops.statistics.pending import Pending
 from acmoe.ops.statistics.scale import ScaleOptions, check_normalize
 from acmoe.ops.taped import taped
 
@@ -156,6 +157,7 @@ def launched_scale(
     spread: Tensor,
     count: Tensor,
     *constants: Any,
+    pending: Pending | None = None,
 ) -> tuple[Tensor]:
     """Launch the kernels of `scale_op`. constants: the fields of `ScaleSettings`."""
     from acmoe.ops.statistics.triton.dispersion import partial_sums
@@ -163,7 +165,7 @@ def launched_scale(
     settings = ScaleSettings(*constants)
     C, term = spread.shape[-2], summed_term(settings.measure)
     partials = partial_sums(x, assignment, token_mask, C, term)
-    return written_scale(partials, spread, count, settings)
+    return written_scale(partials, spread, count, settings, pending)
 
 
 def launched_dispersion(
@@ -173,19 +175,25 @@ def launched_dispersion(
     spread: Tensor,
     count: Tensor,
     measure: str,
+    *,
+    pending: Pending | None = None,
 ) -> tuple[()]:
     """Fill spread and count, as `scale_op` does."""
     from acmoe.ops.statistics.triton.dispersion import partial_sums
 
     C, term = spread.shape[-2], summed_term(measure)
     partials = partial_sums(x, assignment, token_mask, C, term)
-    return write_dispersion(partials, spread, count, measure)
+    return write_dispersion(partials, spread, count, measure, pending)
 
 
 def written_scale(
-    stats_input: "Partials | SortedTokens", spread: Tensor, count: Tensor, settings: ScaleSettings
+    stats_input: "Partials | SortedTokens",
+    spread: Tensor,
+    count: Tensor,
+    settings: ScaleSettings,
+    pending: Pending | None,
 ) -> tuple[Tensor]:
-    """Return the scale, shaped as `spread`; fill spread and count."""
+    """Return the scale, shaped as `spread`; fill spread and count, and add them to `pending`."""
     from acmoe.ops.statistics.triton.scale import reduce_to_scale
 
     scale, _, _ = reduce_to_scale(
@@ -197,17 +205,23 @@ def written_scale(
         clamp=settings.clamp,
         min_tokens=settings.min_tokens,
         into=_with_sets(spread, count),
+        pending=pending,
     )
     return (scale.view_as(spread),)
 
 
 def write_dispersion(
-    stats_input: "Partials | SortedTokens", spread: Tensor, count: Tensor, measure: str
+    stats_input: "Partials | SortedTokens",
+    spread: Tensor,
+    count: Tensor,
+    measure: str,
+    pending: Pending | None,
 ) -> tuple[()]:
-    """Fill spread and count."""
+    """Fill spread and count, and add them to `pending`."""
     from acmoe.ops.statistics.triton.scale import reduce_to_dispersion
 
-    reduce_to_dispersion(stats_input, root=measure == "std", into=_with_sets(spread, count))
+    into = _with_sets(spread, count)
+    reduce_to_dispersion(stats_input, root=measure == "std", into=into, pending=pending)
     return ()
 
 

@@ -15,6 +15,7 @@ from acmoe.errors import check
 from acmoe.ops.dispatch import eager
 from acmoe.ops.sort.order import TokenOrder, num_slots
 from acmoe.ops.statistics.dispersion_op import check_kernel_dtype, summed_term
+from acmoe.ops.statistics.pending import Pending
 from acmoe.ops.statistics.scale import check_normalize
 from acmoe.ops.statistics.scale_op import (
     DEFAULTS,
@@ -134,13 +135,14 @@ def launched_scale(
     spread: Tensor,
     count: Tensor,
     *constants: Any,
+    pending: Pending | None = None,
 ) -> tuple[Tensor]:
     """Return the result of `sorted_scale_op`. constants: the fields of `ScaleSettings`."""
     from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
 
     settings = ScaleSettings(*constants)
     tokens = SortedTokens(x, token, begin, end, summed_term(settings.measure))
-    return written_scale(tokens, spread, count, settings)
+    return written_scale(tokens, spread, count, settings, pending)
 
 
 def launched_dispersion(
@@ -151,9 +153,11 @@ def launched_dispersion(
     spread: Tensor,
     count: Tensor,
     measure: str,
+    *,
+    pending: Pending | None = None,
 ) -> tuple[()]:
     """Do what `sorted_dispersion_op` does."""
     from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
 
     tokens = SortedTokens(x, token, begin, end, summed_term(measure))
-    return write_dispersion(tokens, spread, count, measure)
+    return write_dispersion(tokens, spread, count, measure, pending)

@@ -21,9 +21,9 @@ from acmoe.errors import UserError, check
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.ops.statistics.op import measure_prefix, measure_scale
 from acmoe.ops.statistics.over_ranks import dispersion_over_ranks, sum_over_ranks
-from acmoe.ops.statistics.pending import record_batch, replaying, snapshot
+from acmoe.ops.statistics.pending import LEAST, record_batch, replaying, snapshot
 from acmoe.ops.statistics.prefix import PrefixMoments
-from acmoe.ops.statistics.recorded import LEAST, record_dispersion, record_scale
+from acmoe.ops.statistics.recorded import record_dispersion, record_scale
 from acmoe.ops.statistics.scale import scale_of
 from acmoe.routing.statistics.average import RunningAverage
 from acmoe.routing.statistics.cache import StatisticsSlot, check_inference

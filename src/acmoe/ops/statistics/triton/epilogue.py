@@ -13,23 +13,27 @@ D features.
 import triton
 import triton.language as tl
 
+from acmoe.ops.statistics.pending import LEAST
+from acmoe.ops.statistics.triton.pending import merge_batch
+
 # A sum that contains POISON (dispersion.py) is at least this.
 NON_FINITE_SUM = tl.constexpr(1e38)
 TINY = tl.constexpr(1.1754943508222875e-38)  # smallest and largest normal float32
 HUGE = tl.constexpr(3.4028234663852886e38)
+_LEAST = tl.constexpr(LEAST)
 ROW_STATISTICS = tl.constexpr(3)  # mean dispersion, 1 if informative, sum of weights
 
 
 @triton.jit
 def cluster_epilogue(
-    total, tokens, row, d, D, dispersion_ptr, count_ptr, out_ptr, floor, eps, min_tokens,
-    ROOT: tl.constexpr, RESULT: tl.constexpr,
+    total, tokens, row, d, D, dispersion_ptr, count_ptr, out_ptr, pending_ptr, pending_count_ptr,
+    floor, eps, min_tokens, ROOT: tl.constexpr, RESULT: tl.constexpr,
 ):  # fmt: skip
     """Store a cluster's dispersion and count, then its scale or the statistics to normalise it by.
 
-    total: float64 sums of all features d. row: index of the cluster in the outputs. RESULT:
-    "dispersion" (nothing more), "scale", or "rows" (the ROW_STATISTICS that scale.py normalises
-    by).
+    total: float64 sums of all features d. row: index of the cluster in the outputs. pending: means
+    and counts that the dispersion is added to, or None. RESULT: "dispersion" (nothing more),
+    "scale", or "rows" (the ROW_STATISTICS that scale.py normalises by).
     """
     valid = d < D
     inverse_count = 1.0 / tl.maximum(tokens, 1).to(tl.float64)
@@ -42,6 +46,8 @@ def cluster_epilogue(
     s = tl.where(mean == mean, s, float("nan"))
     tl.store(dispersion_ptr + row * D + d, s, mask=valid)
     tl.store(count_ptr + row, tokens.to(tl.float32))
+    if pending_ptr is not None:
+        merge_batch(pending_ptr, pending_count_ptr, s, tokens.to(tl.float32), row, d, D, _LEAST)
 
     if RESULT != "dispersion":
         weight, weight_sum, informative = reciprocals(

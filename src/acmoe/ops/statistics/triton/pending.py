@@ -1,10 +1,11 @@
-"""Merge a batch into the pending statistics of the next optimizer step, in one launch.
+"""Merge a batch into the pending statistics of the next optimizer step.
 
     total = count + new_count                               (C,)
     mean  = mean + (new - mean) * new_count / total         (C, D); new itself where count is 0
 
-One program per cluster. ops/statistics/pending.py holds the specification. Memory traffic: 2 C D
-float32 read, C D written.
+ops/statistics/pending.py holds the specification. The kernels that measure a batch call
+`merge_batch` themselves (epilogue.py); for other statistics it takes one launch of one program per
+cluster. Memory traffic: 2 C D float32 read, C D written.
 
 C clusters, D statistics of each.
 """
@@ -36,16 +37,22 @@ def _add_batch_kernel(
 ):  # fmt: skip
     c = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
-    valid = d < D
-    mean = tl.load(mean_ptr + c * D + d, mask=valid, other=0.0)
-    new = tl.load(new_ptr + c * D + d, mask=valid, other=0.0)
-    count = tl.load(count_ptr + c)
-    new_count = tl.load(new_count_ptr + c)
+    new = tl.load(new_ptr + c * D + d, mask=d < D, other=0.0)
+    merge_batch(mean_ptr, count_ptr, new, tl.load(new_count_ptr + c), c, d, D, least)
+
+
+@triton.jit
+def merge_batch(mean_ptr, count_ptr, new, new_count, row, d, D, least):
+    """Merge the float32 statistics `new` of a cluster's `new_count` tokens; d: all features."""
+    mean_ptr += row * D + d
+    count_ptr += row
+    mean = tl.load(mean_ptr, mask=d < D, other=0.0)
+    count = tl.load(count_ptr)
     tl.debug_barrier()  # every warp has read the count before it is written below
     total = count + new_count
     share = new_count / tl.where(total >= 1, total, 1.0)
     not_finite = tl.max(tl.where(tl.abs(new) < float("inf"), 0, 1))
     accept = (new_count >= least) & (not_finite == 0)
     merged = tl.where(count == 0, new, mean + (new - mean) * share)
-    tl.store(mean_ptr + c * D + d, tl.where(accept, merged, mean), mask=valid)
-    tl.store(count_ptr + c, tl.where(accept, total, count))
+    tl.store(mean_ptr, tl.where(accept, merged, mean), mask=d < D)
+    tl.store(count_ptr, tl.where(accept, total, count))

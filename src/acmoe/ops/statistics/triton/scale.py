@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
+from acmoe.ops.statistics.pending import Pending
 from acmoe.ops.statistics.triton.dispersion import Partials
 from acmoe.ops.statistics.triton.epilogue import ROW_STATISTICS, clamp_to_float32, cluster_epilogue
 from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens, measure_sorted
@@ -30,14 +31,20 @@ NORMALISE_TILE = 2048
 
 
 def reduce_to_dispersion(
-    stats_input: Partials | SortedTokens, *, root: bool, into: tuple[Tensor, Tensor] | None = None
+    stats_input: Partials | SortedTokens,
+    *,
+    root: bool,
+    into: tuple[Tensor, Tensor] | None = None,
+    pending: Pending | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return dispersion (B, C, D) and count (B, C), float32.
 
     root: take the square root (std from variance). into: contiguous tensors to write both into.
+    pending: means (C, D) and counts (C,) to add a single set's dispersion to (pending.py).
     """
     into = into or _allocate(stats_input)
-    _reduce(stats_input, *into, root=root, result="dispersion", floor=0.0, eps=0.0, min_tokens=0)
+    options = {"floor": 0.0, "eps": 0.0, "min_tokens": 0}
+    _reduce(stats_input, *into, pending, root=root, result="dispersion", **options)
     return into
 
 
@@ -51,6 +58,7 @@ def reduce_to_scale(
     clamp: float | None,
     min_tokens: int,
     into: tuple[Tensor, Tensor] | None = None,
+    pending: Pending | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return scale and dispersion (B, C, D) and count (B, C); see `reduce_to_dispersion`."""
     direct = normalize == "cluster" and clamp is None
@@ -59,6 +67,7 @@ def reduce_to_scale(
         stats_input,
         dispersion_BCD,
         count_BC,
+        pending,
         root=root,
         result="scale" if direct else "rows",
         floor=floor,
@@ -93,6 +102,7 @@ def _reduce(
     stats_input: Partials | SortedTokens,
     dispersion_BCD: Tensor,
     count_BC: Tensor,
+    pending: Pending | None,
     *,
     root: bool,
     result: str,
@@ -100,14 +110,17 @@ def _reduce(
     eps: float,
     min_tokens: int,
 ) -> Tensor:
-    """Write dispersion and count; return what `result` names: scale, rows, or dispersion."""
+    """Write dispersion and count; return what `result` names: scale, rows, or dispersion.
+
+    pending: as in `reduce_to_dispersion`.
+    """
     B, C, D = dispersion_BCD.shape
     out = dispersion_BCD
     if result == "scale":
         out = torch.empty_like(dispersion_BCD)
     elif result == "rows":
         out = dispersion_BCD.new_empty(B, C, ROW_STATISTICS.value, dtype=torch.float64)
-    outputs = dispersion_BCD, count_BC, out
+    outputs = dispersion_BCD, count_BC, out, *(pending or (None, None))
     if isinstance(stats_input, SortedTokens):
         options = {"floor": floor, "eps": eps, "min_tokens": min_tokens}
         measure_sorted(stats_input, *outputs, root=root, result=result, **options)
@@ -123,8 +136,8 @@ def _reduce(
 
 @triton.jit
 def _reduce_partials_kernel(
-    spread_ptr, count_ptr, dispersion_ptr, tokens_ptr, out_ptr, C, D, P, floor, eps, min_tokens,
-    ROOT: tl.constexpr, RESULT: tl.constexpr, BD: tl.constexpr,
+    spread_ptr, count_ptr, dispersion_ptr, tokens_ptr, out_ptr, pending_ptr, pending_count_ptr,
+    C, D, P, floor, eps, min_tokens, ROOT: tl.constexpr, RESULT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Reduce one cluster's partials over all token splits, then run the epilogue."""
     row = tl.program_id(0).to(tl.int64)
@@ -136,8 +149,8 @@ def _reduce_partials_kernel(
         acc += tl.load(spread_ptr + offs * D + d, mask=d < D, other=0.0).to(tl.float64)
         tokens += tl.load(count_ptr + offs)
     cluster_epilogue(
-        acc, tokens, row, d, D, dispersion_ptr, tokens_ptr, out_ptr, floor, eps, min_tokens,
-        ROOT, RESULT,
+        acc, tokens, row, d, D, dispersion_ptr, tokens_ptr, out_ptr, pending_ptr,
+        pending_count_ptr, floor, eps, min_tokens, ROOT, RESULT,
     )  # fmt: skip
 
 

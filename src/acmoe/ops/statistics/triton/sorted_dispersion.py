@@ -103,6 +103,8 @@ def measure_sorted(
     dispersion_CD: Tensor,
     count_C: Tensor,
     out: Tensor,
+    pending_CD: Tensor | None,
+    pending_C: Tensor | None,
     *,
     root: bool,
     result: str,
@@ -112,7 +114,8 @@ def measure_sorted(
 ) -> None:
     """Write dispersion and count, and into `out` the scale or the row statistics, as `result` says.
 
-    The options are those of `cluster_epilogue` (epilogue.py).
+    Add the dispersion to the pending means, if any. The options are those of `cluster_epilogue`
+    (epilogue.py).
     """
     x_TD, token_X, begin, end, measure = sorted_tokens
     T, D = x_TD.shape
@@ -135,8 +138,8 @@ def measure_sorted(
     launch(_sums_kernel, grid, *tokens, sums_QD, arrivals_C, D, C, **shape)
     launch(
         _deviations_kernel, grid, *tokens, sums_QD, arrivals_C, spread_QD, dispersion_CD, count_C,
-        out, D, C, floor, eps, min_tokens, MEASURE=measure, ROOT=root, RESULT=result,
-        WIDTH=max(16, next_power_of_2(D)), WHOLE=tile.features >= D,
+        out, pending_CD, pending_C, D, C, floor, eps, min_tokens, MEASURE=measure, ROOT=root,
+        RESULT=result, WIDTH=max(16, next_power_of_2(D)), WHOLE=tile.features >= D,
         FEW=small and tile.sums == 1 and not is_float32, EXACT=D % tile.features == 0,
         maxnreg=None if is_float32 else tile.registers, **shape,
     )  # fmt: skip
@@ -230,9 +233,9 @@ def _sums_kernel(
 @triton.jit
 def _deviations_kernel(
     x_ptr, token_ptr, begin_ptr, end_ptr, sums_ptr, arrivals_ptr, spread_ptr, dispersion_ptr,
-    count_ptr, out_ptr, D, C, floor, eps, min_tokens, MEASURE: tl.constexpr, ROOT: tl.constexpr,
-    RESULT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, FEW: tl.constexpr,
-    EXACT: tl.constexpr, ROWS: tl.constexpr,
+    count_ptr, out_ptr, pending_ptr, pending_count_ptr, D, C, floor, eps, min_tokens,
+    MEASURE: tl.constexpr, ROOT: tl.constexpr, RESULT: tl.constexpr, WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr, FEW: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr,
     IS_FLOAT32: tl.constexpr, INT64: tl.constexpr, STAGES: tl.constexpr, BT: tl.constexpr,
     BS: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -269,7 +272,8 @@ def _deviations_kernel(
         if chunks == 1:
             cluster_epilogue(
                 spread.to(tl.float64), end - begin, cluster.to(tl.int64), d, D, dispersion_ptr,
-                count_ptr, out_ptr, floor, eps, min_tokens, ROOT, RESULT,
+                count_ptr, out_ptr, pending_ptr, pending_count_ptr, floor, eps, min_tokens, ROOT,
+                RESULT,
             )  # fmt: skip
             return
     tl.store(spread_ptr + chunk * D + d, spread, mask=d < D)
@@ -280,8 +284,8 @@ def _deviations_kernel(
         all_d = tl.arange(0, WIDTH)
         cluster_epilogue(
             _reduce_partials(spread_ptr, first_chunk, chunks, all_d, D), end - begin,
-            cluster.to(tl.int64), all_d, D, dispersion_ptr, count_ptr, out_ptr, floor, eps,
-            min_tokens, ROOT, RESULT,
+            cluster.to(tl.int64), all_d, D, dispersion_ptr, count_ptr, out_ptr, pending_ptr,
+            pending_count_ptr, floor, eps, min_tokens, ROOT, RESULT,
         )  # fmt: skip
 
 
