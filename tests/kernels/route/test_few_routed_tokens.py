@@ -70,3 +70,26 @@ def test_neither_a_scale_of_one_nor_an_unread_sum_changes_a_bit_of_few_tokens(
         found(ScaledTokens(x, one, case["assignment"], sorted_by(case["assignment"], C)), 1.0),
     ):
         assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "features", "experts", "size"),
+    [
+        (16, 2048, 64, 128),  # one block of 16 tokens and two of 32 experts: 16 ranges
+        (1023, 2048, 64, 512),  # 32 blocks of 32 tokens: 4 ranges, a program a multiprocessor
+        (1024, 2048, 64, 256),  # two programs a multiprocessor
+        (2048, 2048, 64, 512),
+        (2048, 2048, 128, 1024),  # two blocks of experts
+        (2049, 2048, 64, 2048),
+        (1024, 2048, 129, 2048),
+        (1024, 960, 64, 960),
+        (1023, 352, 16, 128),
+    ],
+)
+def test_the_features_of_a_range(tokens: int, features: int, experts: int, size: int) -> None:
+    from acmoe.ops.route.triton.few_tokens import in_ranges, range_size
+
+    x = torch.empty(tokens, features, dtype=torch.bfloat16, device="meta")
+    embedding = torch.empty(experts, features, dtype=torch.bfloat16, device="meta")
+    assert range_size(x, embedding) == size
+    assert in_ranges(x, embedding) == (size < features)
