@@ -271,11 +271,14 @@ def router() -> None:
 
 
 def few() -> None:
-    """The up projection of experts with a few hundred rows on Hopper."""
+    """The projections of experts with a few hundred rows on Hopper."""
     global use
     use = "few rows"
     plan = Plan(torch.arange(128), torch.tensor([64, 128]), 1)
     hopper_launch.launch_up(bf16(128, 256), bf16(2, 512, 256), plan, 256)
+    for gated in (True, False):
+        use = f"few rows as columns, {'up' if gated else 'down'}"
+        hopper_launch.launch_columns(bf16(128, 256), bf16(2, 512, 256), plan, gated=gated)
 
 
 def attention(features: int, keeps: bool) -> tuple[Any, ...]:

@@ -78,6 +78,7 @@ def fresh_choice():
 def hopper_launch(monkeypatch):
     """The launches of the Hopper GEMMs; without a GPU their kernels are emulated."""
     pytest.importorskip("triton.experimental.gluon")
+    from acmoe.ops.experts.hopper import columns as columns_module
     from acmoe.ops.experts.hopper import hidden as hidden_module
     from acmoe.ops.experts.hopper import launch as hopper_launch
     from acmoe.ops.experts.hopper import rows as rows_module
@@ -94,6 +95,7 @@ def hopper_launch(monkeypatch):
             (weights_module, "weight_gradient_kernel"),
             (tokens_module, "gathered_weight_gradient_kernel"),
             (up_module, "up_swiglu_kernel"),
+            (columns_module, "columns_kernel"),
         ):
             monkeypatch.setattr(module, name, emulate(getattr(module, name), seed=1))
     return hopper_launch

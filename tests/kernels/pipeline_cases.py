@@ -3,6 +3,8 @@
 N rows, E experts; I, O inner and outer dimension of a product.
 """
 
+import functools
+
 import torch
 
 # Rows of each expert, and rows for none: a whole tile and a ragged one, none, half a tile, a tile
@@ -43,3 +45,14 @@ def assert_sums_of_experts(dw, p_NO, q_NI, plan, *, transposed=False):
             assert not dw[expert].any()
         else:
             assert_near(dw[expert], right_OI.T if transposed else right_OI)
+
+
+def noted(called, function):
+    """The function, which leaves its name each time it is called."""
+
+    @functools.wraps(function)
+    def call(*arguments, **how):
+        called.append(function.__name__)
+        return function(*arguments, **how)
+
+    return call

@@ -65,13 +65,14 @@ class TestChoice:
         for kernel in ("down_weight", "up_weight"):
             assert self.unsupported(kernel, (2048, 1024, 64), result=torch.float32) is None
 
-    def test_a_pipeline_that_does_not_exist_is_refused(self, monkeypatch):
+    @pytest.mark.parametrize(("kernel", "form"), [("up_weight", "ping-pong"), ("input", "columns")])
+    def test_a_pipeline_that_does_not_exist_is_refused(self, kernel, form, monkeypatch):
         from acmoe.ops.experts.settings import tables
 
-        table = {"pipeline_up_weight/256/256/4": ["ping-pong", 4]}
+        table = {f"pipeline_{kernel}/256/256/4": [form, 4]}
         monkeypatch.setattr(tables, "package_table", lambda: table)
-        reason = self.unsupported("up_weight", (256, 256, 4))
-        assert reason == "there is no GEMM up_weight in the form 'ping-pong'"
+        reason = self.unsupported(kernel, (256, 256, 4))
+        assert reason == f"there is no GEMM {kernel} in the form {form!r}"
 
     @pytest.mark.parametrize(
         ("sizes", "gathering"),
@@ -146,10 +147,10 @@ class TestChoice:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"keep": True}, "stores no h"),
+        ({"keep": True}, "store no h"),
         ({"dropout": 0.1}, "nor dropout"),
         ({"act": "gelu"}, "the activation swiglu"),
-        ({"gather": False}, "no copied rows"),
+        ({"dtype": torch.float16}, "they take bfloat16, not torch.float16"),
         ({"dim": 96}, "not 96, 256"),
         ({"hidden": 64}, "not 128, 64"),
         ({"tokens": 128}, "Triton's is expected to be faster"),  # 64 rows an expert
@@ -159,10 +160,10 @@ class TestChoice:
 )
 def test_the_up_projection_says_why_triton_runs(change, reason):
     from acmoe.ops.experts.hopper.up_choice import up_unsupported
-    from acmoe.ops.experts.triton.sizes import RowOperand, Sizes
+    from acmoe.ops.experts.triton.sizes import Sizes
 
     case = {"tokens": 256, "dim": 128, "hidden": 256, "act": "swiglu"}
-    case |= {"gather": True, "dropout": 0.0, "keep": False} | change
+    case |= {"dtype": torch.bfloat16, "dropout": 0.0, "keep": False} | change
     size = Sizes(case["tokens"], case["dim"], case["hidden"], 4, 2, case["act"])
-    rows = RowOperand(torch.zeros(1, 1, dtype=torch.bfloat16), case["gather"])
-    assert reason in up_unsupported(rows, None, size, case["dropout"], case["keep"])
+    x = torch.zeros(1, 1, dtype=case["dtype"])
+    assert reason in up_unsupported(x, None, size, case["dropout"], case["keep"])

@@ -5,8 +5,6 @@ roles as threads, and completes asynchronous copies and MMAs as late as it may.
 D features, F hidden units, N rows, E experts; I, O inner and outer dimension of a product.
 """
 
-import functools
-
 import pytest
 import torch
 from expert_cases import Layer
@@ -17,21 +15,11 @@ from pipeline_cases import (
     assert_sums_of_experts,
     drawn,
     each_expert,
+    noted,
     plan_of,
 )
 
 from slow_cases import mostly_slow
-
-
-def noted(called, function):
-    """The function, which leaves its name each time it is called."""
-
-    @functools.wraps(function)
-    def call(*arguments, **how):
-        called.append(function.__name__)
-        return function(*arguments, **how)
-
-    return call
 
 
 @mostly_slow(

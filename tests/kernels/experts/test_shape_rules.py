@@ -109,6 +109,11 @@ def test_the_rules_agree_with_what_was_measured():
         ((6144, 16384, 8, 4096), "input", PipelineConfig("cooperative", 4)),
         ((6144, 16384, 8, 512), "input", None),
         ((2048, 1408, 64, 64), "down", PipelineConfig("cooperative", 4)),
+        ((2048, 1408, 64, 128), "down", PipelineConfig("columns", 4)),
+        ((6144, 16384, 8, 128), "down", PipelineConfig("columns", 4)),
+        ((4096, 14336, 8, 128), "down", PipelineConfig("columns", 4)),  # not the table's
+        ((4096, 14336, 8, 256), "down", None),  # the table's
+        ((2048, 1408, 64, 256), "down", PipelineConfig("cooperative", 4)),
         ((2048, 1408, 64, 32), "down", None),  # a tile of 128 rows would be padding
     ],
 )

@@ -57,11 +57,11 @@ def test_every_pipeline_computes_the_gemm(rows, tuner, monkeypatch):
         found = tuner.rank(kernel, calls[kernel], tried, CPU, repeat=2)
         assert sorted(map(str, tried)) == sorted(str(one.candidate) for one in found), kernel
         counted[kernel] = len(tried) - 1
-    # Rows: 3 ping-pong, and cooperative of 3 and 4 stages. Weights: of 4 forms those that gather,
-    # or those that do not; x may be gathered though the gradient is copied. A gathered gradient has
-    # no pipeline for the hidden units.
+    # Rows: 3 ping-pong, cooperative of 3 and 4 stages, and for "down" one in columns. Weights: of 4
+    # forms those that gather, or those that do not; x may be gathered though the gradient is
+    # copied. A gathered gradient has no pipeline for the hidden units.
     hidden, second, first = (6, 2, 4) if rows else (0, 2, 2)
-    assert counted == dict(zip(PIPELINES, (hidden, 5, 5, second, first), strict=True))
+    assert counted == dict(zip(PIPELINES, (hidden, 6, 5, second, first), strict=True))
 
 
 def test_winners_are_written_one_by_one(tuner, tmp_path, monkeypatch):
@@ -81,7 +81,7 @@ def test_winners_are_written_one_by_one(tuner, tmp_path, monkeypatch):
         assert json.loads(table.read_text())[f"{row['kernel']}/256/256/2"] == row["blocks"]
         assert row["candidates"][0]["ms"] == row["ms"] <= row["second_ms"]
     assert [row["kernel"] for row in rows] == list(kernels)
-    assert len(said) == 2 and said[1] == "9x256x256x2x1: pipeline_down, 2 candidates"
+    assert len(said) == 2 and said[1] == "9x256x256x2x1: pipeline_down, 3 candidates"
     assert lookup.OVERRIDE == {} and lookup.PIPELINE_OVERRIDE == {}
 
 

@@ -13,6 +13,7 @@ from acmoe.lab.bench.shapes import Shape
 from acmoe.ops.device.block_sizes import Blocks
 from acmoe.ops.experts.settings import lookup
 from acmoe.ops.experts.settings.gemms import (
+    COLUMNS,
     GEMMS,
     GROUPED_MM,
     ROW_GEMMS,
@@ -128,7 +129,8 @@ def _forms(gemm: str) -> list[PipelineConfig]:
         ]
     ping_pong = [PipelineConfig("ping-pong", stages) for stages in _PING_PONG]
     cooperative = [PipelineConfig("cooperative", n) for n in _COOPERATIVE]
-    return [GROUPED_MM, *ping_pong, *cooperative]
+    columns = [COLUMNS] if gemm == "down" else []
+    return [GROUPED_MM, *ping_pong, *columns, *cooperative]
 
 
 def copies(shape: Shape, *, backward: bool) -> bool:

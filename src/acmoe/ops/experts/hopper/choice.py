@@ -29,6 +29,7 @@ from acmoe.ops.experts.triton import launch as triton_launch
 from acmoe.ops.experts.triton.backward_launch import run_activation
 from acmoe.ops.experts.triton.sizes import Partials, RowOperand, Sizes, Sums
 from acmoe.ops.experts.triton.tiles import Plan
+from acmoe.ops.experts.triton.tokens import row_operand
 
 _log = logging.getLogger("acmoe")
 
@@ -63,8 +64,11 @@ def _unsupported_shape(
     """
     inner, outer = _gemm_sizes(kernel, size, gather)
     weight = kernel in WEIGHT_GEMMS
-    if weight and settings.form == "ping-pong":
-        return f"there is no GEMM {kernel} in the form 'ping-pong'"
+    missing = (settings.form == "ping-pong" and weight) or (
+        settings.form == "columns" and kernel != "down"
+    )
+    if missing:
+        return f"there is no GEMM {kernel} in the form {settings.form!r}"
     step_i, step_o = (16 if weight else PIPELINE_BK), (64 if kernel == "hidden" else 16)
     if inner % step_i or outer % step_o:
         return f"its tiles need multiples of {step_i} and {step_o}, not {inner}, {outer}"
@@ -164,6 +168,17 @@ def gathers(
     return pipeline_unsupported(kernel, size, dtype, device, gather=True, result=result) is None
 
 
+def row_operand_for(
+    kernel: str, x: Tensor, inverse: Tensor, size: Sizes, result: torch.dtype | None = None
+) -> RowOperand:
+    """Return x (T, D) as the GEMM `kernel` reads it: x itself to gather from, or its sorted rows.
+
+    result: the dtype of a weight gradient.
+    """
+    gather = gathers(kernel, size, x.dtype, x.device, result=result)
+    return row_operand(x, inverse, size, gather=gather)
+
+
 @functools.lru_cache(maxsize=256)
 def _usable_settings(
     gluon_option: str,
@@ -228,8 +243,10 @@ def run_rows(
         return triton_launch.run_rows(kernel, a, weight, bias, plan, size, across=across)
     if settings == GROUPED_MM:
         return compute(functools.partial(rows_by_torch, across=across), a, weight, plan.offsets)
-    from acmoe.ops.experts.hopper.launch import launch_rows
+    from acmoe.ops.experts.hopper.launch import launch_columns, launch_rows
 
+    if settings.form == "columns":
+        return launch_columns(a, weight, plan, settings.stages, gated=False)
     return launch_rows(a, weight, plan, settings, across=across)
 
 

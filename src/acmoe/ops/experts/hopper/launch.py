@@ -13,13 +13,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from acmoe.ops.device.gluon_blocks import HALF_M, PANEL
 from acmoe.ops.device.launcher import cdiv, launch, multiprocessors, tma_aligned
 from acmoe.ops.device.tma import describe
+from acmoe.ops.experts.hopper import columns as columns_module
 from acmoe.ops.experts.hopper import hidden as hidden_module
 from acmoe.ops.experts.hopper import rows as rows_module
 from acmoe.ops.experts.hopper import tokens as tokens_module
 from acmoe.ops.experts.hopper import up as up_module
 from acmoe.ops.experts.hopper import weights as weights_module
 from acmoe.ops.experts.hopper.ragged import ragged_desc
-from acmoe.ops.experts.settings.gemms import PIPELINE_BK, PIPELINE_BM, PipelineConfig
+from acmoe.ops.experts.settings.gemms import (
+    COLUMNS,
+    PIPELINE_BK,
+    PIPELINE_BM,
+    PipelineConfig,
+)
 from acmoe.ops.experts.triton.launch import GROUP_M
 from acmoe.ops.experts.triton.tiles import Plan
 
@@ -27,6 +33,11 @@ _PANEL = [HALF_M.value, PANEL.value]  # rows of half a tile, and columns of a pa
 _HALF = [HALF_M.value, 2 * PANEL.value]  # the block of a result that one TMA store writes
 UP_COLUMNS = up_module.COLUMNS.value
 UP_STAGES = 4  # each takes 48 KiB of shared memory
+TILE_ROWS = columns_module.TILE_ROWS.value
+_PART, _EXTRA, _WEIGHT_BLOCK = (
+    [size.value, PIPELINE_BK]
+    for size in (columns_module.PART_ROWS, columns_module.EXTRA_ROWS, columns_module.WEIGHT_ROWS)
+)
 # Stages of a weight gradient in float32, whose panels take twice the shared memory: 64 KiB.
 FLOAT32_STAGES = 3
 # Blocks that the producer has yet to load of a tile when the program takes its next one. An atomic
@@ -176,3 +187,32 @@ def launch_gathered_weights(
         num_warps=4,
     )
     return dw
+
+
+def launch_columns(
+    a: Tensor, weight: Tensor, plan: Plan, stages: int = COLUMNS.stages, *, gated: bool
+) -> Tensor:
+    """Return the result of `launch_up` if gated, else that of `launch_rows`, (N, outer).
+
+    gated: a holds tokens (T, D), and weight is (E, 2 outer, D); else rows (N, I) and (E, outer, I).
+    """
+    outer = weight.shape[1] // 2 if gated else weight.shape[1]
+    out = torch.empty(plan.num_rows, outer, device=a.device, dtype=a.dtype)
+    num_k, step = a.shape[1] // PIPELINE_BK, (1 if gated else 2) * _WEIGHT_BLOCK[0]
+    if gated:
+        tokens = (tma_aligned(a), plan.token, None, None)
+    else:
+        tokens = (None, None, _desc(a, _PART), _desc(a, _EXTRA))
+    expert, start = plan[TILE_ROWS]
+    launch(
+        *(columns_module.columns_kernel, (multiprocessors(),)),
+        *(*tokens, _desc(weight, _WEIGHT_BLOCK), out),
+        *(expert, start, plan.offsets, plan.num_used(TILE_ROWS), plan.counter),
+        *(cdiv(outer, step), num_k, _asks_at(num_k), outer),
+        GATED=gated,
+        GROUP_M=GROUP_M,
+        BY_EXPERT=plan.by_expert(TILE_ROWS, weight),
+        STAGES=stages,
+        num_warps=4,
+    )
+    return out

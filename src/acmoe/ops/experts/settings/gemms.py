@@ -33,6 +33,7 @@ class PipelineConfig(NamedTuple):
     """Settings of a Hopper GEMM with a multistage TMA pipeline (ops/experts/hopper/pipeline.py)."""
 
     # "ping-pong": each consumer has tiles of its own; "cooperative": each has half of every tile;
+    # "columns", of "down" alone: the rows of an expert are columns of the MMAs (hopper/columns.py);
     # "torch": torch's grouped GEMM, which chooses its own settings (GROUPED_MM)
     form: str
     stages: int  # pipeline stages
@@ -43,7 +44,8 @@ class PipelineConfig(NamedTuple):
     @property
     def columns(self) -> int:
         """Return BN, the columns of a tile."""
-        return 256 if self.form == "cooperative" else 128
+        return 256 if self.form in ("cooperative", "columns") else 128
 
 
+COLUMNS = PipelineConfig("columns", 4)  # 52 KiB a stage; with 3 stages it takes 3 to 8% longer
 GROUPED_MM = PipelineConfig("torch", 0)  # where torch's grouped GEMM is faster than both kernels

@@ -26,8 +26,8 @@ def _row(kernel: str, layer: Layer) -> tuple[bool, Any]:
     """Return (True, row) if a table has this kernel, else (False, None).
 
     A row of the package's table counts only where it was measured: on GPUs with
-    `has_large_shared_memory`, and not for few rows per expert. Rows of the user's table and of this
-    machine always count.
+    `has_large_shared_memory`, and not for few rows per expert, which for "down" are more. Rows of
+    the user's table and of this machine always count.
     """
     name = key(kernel, layer.dim, layer.hidden, layer.experts)
     if name in tables.user_table():
@@ -35,7 +35,8 @@ def _row(kernel: str, layer: Layer) -> tuple[bool, Any]:
     measured = MEASURED.get(layer, {})
     if kernel in measured:
         return True, measured[kernel]
-    if device_support.has_large_shared_memory() and layer.rows > rules.FEW_ROWS:
+    few = rules.DOWN_COLUMNS_ROWS if kernel.endswith("down") else rules.FEW_ROWS
+    if device_support.has_large_shared_memory() and layer.rows > few:
         package = tables.package_table()
         return name in package, package.get(name)
     return False, None

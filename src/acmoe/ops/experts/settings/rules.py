@@ -12,7 +12,12 @@ from typing import NamedTuple
 import torch
 
 from acmoe.ops.device.block_sizes import Blocks
-from acmoe.ops.experts.settings.gemms import WEIGHT_GEMMS, PipelineConfig, VectorBlocks
+from acmoe.ops.experts.settings.gemms import (
+    COLUMNS,
+    WEIGHT_GEMMS,
+    PipelineConfig,
+    VectorBlocks,
+)
 
 # Widths W from which tokens are copied into sorted rows before the GEMMs, in forward and backward.
 # A GEMM that loads both operands by TMA saves N D W * 4e-16 seconds against one that gathers (600
@@ -82,6 +87,16 @@ FEW_ROWS_FORWARD = 32
 # graph on an H200, with Triton's "up" and with this one: 512 tokens 327 and 266 us, 1,024 tokens
 # 353 and 329, 2,048 tokens 505 and 464, 4,096 tokens 804 and 792.
 UP_PIPELINE_ROWS = (FEW_ROWS, 512)
+# Of these, rows of an average expert, more than and up to, for which the rows are the columns of
+# the MMAs (hopper/columns.py): 164, 166, 164, 168, 171, 190 and 221 us with 104, 112, 120, 128,
+# 136, 144 and 152 rows (olmoe), against 154, 169, 165, 176, 192, 206 and 207 in up.py. With 128
+# rows other layers take 6 to 13% less; phi takes 0.6% more, where one of 16 experts had 161 rows.
+UP_COLUMNS_ROWS = (108, 148)
+# Rows of an average expert, rounded up, for which they are that in "down". With 128 rows it takes 0
+# to 18% less at seven layers, and 17% more at phi, whose expert with 161 rows has a second part;
+# with two other draws of the experts it took 4 and 17% less there. With 65 to 104 rows it takes 1
+# to 2% more.
+DOWN_COLUMNS_ROWS = 128
 # A few tokens are multiplied as vectors (experts/triton/vectors.py): up to VECTOR_TOKENS, of at
 # most VECTOR_CHOICES experts each, if there are at least as many experts as rows. On an H200 4
 # tokens of olmoe took 127 us as vectors and 106 in tiles of 16 rows; one token took 43 with one
@@ -136,6 +151,15 @@ def up_by_pipeline(layer: Layer) -> bool:
     """Return True if the Hopper kernel is expected to be the fastest "up" without a backward."""
     more_than, up_to = UP_PIPELINE_ROWS
     return more_than < layer.rows <= up_to
+
+
+def up_by_columns(rows: float) -> bool:
+    """Return True if "up" in its Hopper kernels should have the rows as columns of its MMAs.
+
+    rows: those of an average expert, not rounded.
+    """
+    more_than, up_to = UP_COLUMNS_ROWS
+    return more_than < rows <= up_to
 
 
 def by_vectors(tokens: int, top_k: int, experts: int) -> bool:
@@ -209,10 +233,13 @@ def pipeline(kernel: str, layer: Layer, *, copied: bool) -> PipelineConfig | Non
         long = gathers and kernel == "up_weight" and layer.rows > _LONG_WEIGHT
         return PipelineConfig("cooperative", 3 if long else 4, gathers=gathers)
     inner, outer = layer.inner_outer(kernel)
-    if inner > _LONGEST_INNER[kernel] and layer.rows < _LONG_INNER_ROWS:
+    by_columns = kernel == "down" and layer.rows == DOWN_COLUMNS_ROWS
+    if inner > _LONGEST_INNER[kernel] and layer.rows < _LONG_INNER_ROWS and not by_columns:
         return None
     if kernel == "down" and layer.rows <= FEW_ROWS_FORWARD:
         return None
     if padding(outer, 256) > _PADDING:
         return PipelineConfig("ping-pong", 6)
+    if by_columns:
+        return COLUMNS
     return PipelineConfig("cooperative", 4)

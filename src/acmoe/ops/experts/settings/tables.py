@@ -150,7 +150,9 @@ def _is_pipeline(gemm: str, row: Any) -> bool:
         type(n) is not int or n < 0 for n in (settings.stages, settings.buffers)
     ):
         return False
-    forms = ("cooperative", "ping-pong") if gemm in ROW_GEMMS else ("cooperative",)
+    forms = ["cooperative", *(["ping-pong"] if gemm in ROW_GEMMS else [])]
+    if gemm == "down":
+        forms.append("columns")
     buffered = settings.buffers > 0 or gemm != "hidden"
     return settings.form in forms and settings.stages > 1 and buffered
 

@@ -6,11 +6,10 @@ D features, F hidden units, W = F or 2F, T tokens, N rows.
 import torch
 from torch import Tensor
 
-from acmoe.ops.experts.hopper.choice import gathers, run_rows
+from acmoe.ops.experts.hopper.choice import gathers, row_operand_for, run_rows
 from acmoe.ops.experts.triton.launched import (
     down_weight_gradient,
     hidden_gradients,
-    row_operand_for,
     up_weight_gradient,
 )
 from acmoe.ops.experts.triton.sizes import Operands, RowOperand

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.device.launcher import compute
-from acmoe.ops.experts.hopper.choice import gathers, run_hidden, run_rows, run_weight
+from acmoe.ops.experts.hopper.choice import row_operand_for, run_hidden, run_rows, run_weight
 from acmoe.ops.experts.hopper.up_choice import run_up
 from acmoe.ops.experts.settings import rules
 from acmoe.ops.experts.triton.backward_launch import run_reduce_partials
 from acmoe.ops.experts.triton.sizes import Operands, RowOperand, Sizes, Sums, sizes_of
 from acmoe.ops.experts.triton.tiles import Plan
-from acmoe.ops.experts.triton.tokens import row_operand, run_combine
+from acmoe.ops.experts.triton.tokens import run_combine
 from acmoe.ops.experts.triton.vectors import run_vectors
 
 
@@ -29,9 +29,8 @@ def launched_forward(
     if not keep and dropout == 0 and rules.by_vectors(size.tokens, size.top_k, size.experts):
         return run_vectors(given, size), x.new_empty(0, size.width)
     plan = Plan(given.permutation, offsets, size.top_k)
-    tokens = row_operand_for("up", x, inverse, size)
-    h, a = run_up(tokens, given.up, given.up_bias, plan, size, dropout, given.seed, keep=keep)
-    del tokens  # may be a sorted copy of x: free it
+    weights = given.up, given.up_bias
+    h, a = run_up(x, inverse, *weights, plan, size, dropout, given.seed, keep=keep)
     y = run_rows("down", a, given.down, given.down_bias, plan, size)
     return run_combine(y, given.gate, inverse, offsets, size.tokens), h
 
@@ -70,17 +69,6 @@ def launched_gradients(
     if gate.dtype != dgate.dtype:
         dgate = compute(partial(Tensor.to, dtype=gate.dtype), dgate)
     return dx, d_up, d_down, d_up_bias, d_down_bias, dgate
-
-
-def row_operand_for(
-    kernel: str, x: Tensor, inverse: Tensor, size: Sizes, result: torch.dtype | None = None
-) -> RowOperand:
-    """Return x (T, D) as the GEMM `kernel` reads it: x itself to gather from, or its sorted rows.
-
-    result: the dtype of a weight gradient.
-    """
-    gather = gathers(kernel, size, x.dtype, x.device, result=result)
-    return row_operand(x, inverse, size, gather=gather)
 
 
 def hidden_gradients(

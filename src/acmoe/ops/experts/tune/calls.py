@@ -22,13 +22,12 @@ def forward_calls(given: Inputs, generator: torch.Generator | None = None) -> di
     """
     from acmoe.ops.experts.hopper import choice
     from acmoe.ops.experts.triton import launch
-    from acmoe.ops.experts.triton.launched import row_operand_for
 
     size, plan, seed = plan_of(given)
     a_NF = drawn(given, size.hidden, generator)
 
     def up() -> tuple[Tensor, ...]:
-        tokens = row_operand_for("up", given.x, given.rows.inverse, size)
+        tokens = choice.row_operand_for("up", given.x, given.rows.inverse, size)
         return launch.run_up(tokens, given.up, given.up_bias, plan, size, 0.0, seed)
 
     def down() -> tuple[Tensor, ...]:

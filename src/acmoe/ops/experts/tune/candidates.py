@@ -7,8 +7,8 @@ hidden units, W = 2F for gated experts, else F, E experts, R rows of an average 
 from collections.abc import Sequence
 
 from acmoe.ops.device.block_sizes import Blocks
-from acmoe.ops.experts.settings.gemms import GROUPED_MM, WEIGHT_GEMMS, PipelineConfig
-from acmoe.ops.experts.settings.rules import Layer
+from acmoe.ops.experts.settings.gemms import COLUMNS, GROUPED_MM, WEIGHT_GEMMS, PipelineConfig
+from acmoe.ops.experts.settings.rules import DOWN_COLUMNS_ROWS, Layer
 
 Settings = Blocks | PipelineConfig
 
@@ -94,6 +94,8 @@ def quick(kernel: str, layer: Layer, *, tma: bool) -> list[Settings]:
     if not tma:
         blocks = [Blocks(*tile) for tile in SMALL]
     found: list[Settings] = [one for one in blocks if not (double and one.n == 256)]
+    if kernel == "down" and layer.rows == DOWN_COLUMNS_ROWS:
+        found.append(COLUMNS)
     return sorted(
         [*_QUICK_PIPELINES.get(kernel, ()), *found], key=lambda one: cost(kernel, one, layer)
     )
