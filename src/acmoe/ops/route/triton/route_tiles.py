@@ -30,7 +30,9 @@ LOW_TOKENS = 16  # so few are one block of tokens
 # bf16: 86 us against 96 with 32; with a scale 180 against 199 (qwen30b, H200). Otherwise STEP:
 # tensor cores truncate the sums within a step, and float32 tokens would lose 2^-20.
 STEP, STEP_BF16 = 32, 64
-_ELEMENTS = 8192  # affinities of a program that only selects among few tokens, at most
+# Of a program that only selects among few tokens: affinities at most, and tokens if one program has
+# all of them, or if there are several.
+_ELEMENTS, _TOKENS_OF_ONE, _TOKENS_OF_MANY = 8192, 64, 16
 
 
 class Tile(NamedTuple):
@@ -121,5 +123,6 @@ def _selecting_tile(num_experts: int, num_tokens: int, totals: str) -> Tile:
     if totals == "none":
         return Tile(1, 1, 2)
     experts = max(16, next_power_of_2(num_experts))
-    tokens = min(64, _ELEMENTS // experts, next_power_of_2(num_tokens))
+    most = _TOKENS_OF_ONE if num_tokens <= _TOKENS_OF_ONE else _TOKENS_OF_MANY
+    tokens = min(most, _ELEMENTS // experts, next_power_of_2(num_tokens))
     return Tile(tokens, min(16, tokens, max(1, tokens * experts // 256)), 2)
