@@ -165,7 +165,8 @@ def cells(page: str, heading: str) -> dict[str, list[str]]:
 
 def test_readme_and_overview_have_the_router_s_share_from_the_page_of_layers():
     rows = cells("docs/performance/layers.md", "## The share of adaptive clustering")
-    batch = {layer: row[0] for layer, row in rows.items()}  # such as 1.1% (0.4 to 2.4)
+    # Such as 1.1% (0.4 to 2.4); bold where a goal is missed.
+    batch = {layer: row[0].replace("**", "") for layer, row in rows.items()}
     speed = cells("README.md", "## Speed")
     for size, layer in (("OLMoE", "olmoe"), ("Mixtral", "mixtral"), ("Qwen3-Next", "qwen3next")):
         (row,) = [row for name, row in speed.items() if name.startswith(f"{size}'s size")]

@@ -113,6 +113,13 @@ def test_the_rules_agree_with_what_was_measured():
         ((6144, 16384, 8, 128), "down", PipelineConfig("columns", 4)),
         ((4096, 14336, 8, 128), "down", PipelineConfig("columns", 4)),  # not the table's
         ((4096, 14336, 8, 256), "down", None),  # the table's
+        ((640, 8192, 16, 128), "down", None),  # 3 tiles of 256 columns would be 20% too many
+        ((6144, 16384, 8, 64), "hidden", PipelineConfig("ping-pong", 5, 2)),  # half a tile of rows
+        (
+            (6144, 320, 8, 512),
+            "hidden",
+            PipelineConfig("ping-pong", 5, 2),
+        ),  # half a tile of columns
         ((2048, 1408, 64, 256), "down", PipelineConfig("cooperative", 4)),
         ((2048, 1408, 64, 32), "down", None),  # a tile of 128 rows would be padding
     ],

@@ -9,7 +9,7 @@ are followed by the next expert's, or by rows that were never written: its last 
 
 Experts of a few hundred rows have few blocks, so that whatever the MMAs wait for between two tiles
 counts. A consumer has shared memory for half of its accumulator. It stores the left panel at the
-end of a tile, and keeps the right one in bf16 registers until the first MMAs of its next tile run:
+end of a tile, and keeps the right one in registers until the first MMAs of its next tile run:
 by then TMA has read the left one. It looks up its next tile while the last MMAs of a tile run.
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 from acmoe.ops import device_support
 from acmoe.ops.device.block_sizes import Blocks
 from acmoe.ops.experts.settings import rules, tables
-from acmoe.ops.experts.settings.gemms import GEMMS, WEIGHT_GEMMS, PipelineConfig
+from acmoe.ops.experts.settings.gemms import COLUMNS, GEMMS, WEIGHT_GEMMS, PipelineConfig
 from acmoe.ops.experts.settings.rules import Layer
 from acmoe.ops.experts.settings.tables import Table, key
 
@@ -22,22 +22,28 @@ COPY_OVERRIDE: list[bool] = []  # [forward, backward], or empty
 MEASURED: dict[Layer, Table] = {}
 
 
-def _row(kernel: str, layer: Layer) -> tuple[bool, Any]:
-    """Return (True, row) if a table has this kernel, else (False, None).
-
-    A row of the package's table counts only where it was measured: on GPUs with
-    `has_large_shared_memory`, and not for few rows per expert, which for "down" are more. Rows of
-    the user's table and of this machine always count.
-    """
+def _own_row(kernel: str, layer: Layer) -> tuple[bool, Any]:
+    """Return (True, row) if the user's table or a measurement of this machine has this kernel."""
     name = key(kernel, layer.dim, layer.hidden, layer.experts)
     if name in tables.user_table():
         return True, tables.user_table()[name]
     measured = MEASURED.get(layer, {})
-    if kernel in measured:
-        return True, measured[kernel]
-    few = rules.DOWN_COLUMNS_ROWS if kernel.endswith("down") else rules.FEW_ROWS
-    if device_support.has_large_shared_memory() and layer.rows > few:
+    return kernel in measured, measured.get(kernel)
+
+
+def _row(kernel: str, layer: Layer) -> tuple[bool, Any]:
+    """Return (True, row) if a table has this kernel, else (False, None).
+
+    A row of the package's table counts only where it was measured: on GPUs with
+    `has_large_shared_memory`, and not for few rows per expert. Rows of the user's table and of this
+    machine always count.
+    """
+    found, row = _own_row(kernel, layer)
+    if found:
+        return True, row
+    if device_support.has_large_shared_memory() and layer.rows > rules.FEW_ROWS:
         package = tables.package_table()
+        name = key(kernel, layer.dim, layer.hidden, layer.experts)
         return name in package, package.get(name)
     return False, None
 
@@ -84,13 +90,17 @@ def pipeline_for(kernel: str, layer: Layer) -> PipelineConfig | None:
     """Return the settings of a Hopper GEMM, or None where Triton's is faster.
 
     Where a table has blocks of a GEMM and no row of its pipeline, nobody compared the two: Triton's
-    runs. "hidden" is the exception, where the rule's pipeline runs.
+    runs. "hidden" is the exception, where the rule's pipeline runs. The package's rows were
+    measured with many rows per expert, so that the rule's COLUMNS, for about 128 rows, go before
+    them.
     """
     if kernel in PIPELINE_OVERRIDE:
         return PIPELINE_OVERRIDE[kernel]
-    found, row = _row(f"pipeline_{kernel}", layer)
+    rule = rules.pipeline(kernel, layer, copied=copies_rows(layer, backward=True))
+    row_of = _own_row if rule == COLUMNS else _row
+    found, row = row_of(f"pipeline_{kernel}", layer)
     if found:
         return None if row is None else PipelineConfig(*row)
-    if kernel != "hidden" and _row(kernel, layer)[0]:
+    if kernel != "hidden" and row_of(kernel, layer)[0]:
         return None
-    return rules.pipeline(kernel, layer, copied=copies_rows(layer, backward=True))
+    return rule

@@ -222,7 +222,8 @@ def pipeline(kernel: str, layer: Layer, *, copied: bool) -> PipelineConfig | Non
     """
     if kernel == "hidden":
         # Against GEMM and activation apart: 9% less at mixtral, 21% at qwen30b, 25% at olmoe.
-        if layer.dim >= _COOPERATIVE_DIM and layer.rows <= _COOPERATIVE_ROWS:
+        wide = layer.dim >= _COOPERATIVE_DIM and padding(layer.hidden, 256) <= _PADDING
+        if wide and FEW_ROWS < layer.rows <= _COOPERATIVE_ROWS:
             return PipelineConfig("cooperative", 3, 2)
         buffered = layer.dim >= _BUFFERED_DIM and layer.rows > _BUFFERED_ROWS
         return PipelineConfig("ping-pong", *((4, 4) if buffered else (5, 2)))
@@ -233,13 +234,13 @@ def pipeline(kernel: str, layer: Layer, *, copied: bool) -> PipelineConfig | Non
         long = gathers and kernel == "up_weight" and layer.rows > _LONG_WEIGHT
         return PipelineConfig("cooperative", 3 if long else 4, gathers=gathers)
     inner, outer = layer.inner_outer(kernel)
-    by_columns = kernel == "down" and layer.rows == DOWN_COLUMNS_ROWS
-    if inner > _LONGEST_INNER[kernel] and layer.rows < _LONG_INNER_ROWS and not by_columns:
+    narrow = padding(outer, 256) > _PADDING
+    if kernel == "down" and layer.rows == DOWN_COLUMNS_ROWS and not narrow:
+        return COLUMNS
+    if inner > _LONGEST_INNER[kernel] and layer.rows < _LONG_INNER_ROWS:
         return None
     if kernel == "down" and layer.rows <= FEW_ROWS_FORWARD:
         return None
-    if padding(outer, 256) > _PADDING:
+    if narrow:
         return PipelineConfig("ping-pong", 6)
-    if by_columns:
-        return COLUMNS
     return PipelineConfig("cooperative", 4)

@@ -8,8 +8,9 @@ There are three kinds of rows:
                          pipeline: [form, stages, buffers, gathers], the last two optional;
                          null where that kernel was not faster. The form is the schedule of the two
                          consumer warpgroups: "ping-pong", each computes tiles of its own, or
-                         "cooperative", each computes half of every tile. ["torch", 0] is torch's
-                         grouped GEMM.
+                         "cooperative", each computes half of every tile. "columns", for "down"
+                         alone, is cooperative with an expert's rows as columns of the MMAs.
+                         ["torch", 0] is torch's grouped GEMM.
     "copy/..."           [forward, backward]: true where tokens are copied into sorted rows before
                          the GEMMs instead of being gathered by them
 """
