@@ -38,6 +38,7 @@ from acmoe.ops.experts.hopper.next_tile import (
     next_tile,
     want_tile,
 )
+from acmoe.ops.experts.hopper.pipeline import token_pointers
 from acmoe.ops.experts.triton.activation import silu
 from acmoe.ops.experts.triton.tiles import row_tile
 
@@ -47,7 +48,6 @@ EXTRA_ROWS = gl.constexpr(32)
 WEIGHT_ROWS = gl.constexpr(128)  # in each of the two blocks of weights of a tile
 _BK = gl.constexpr(64)
 _GATHER_WARPS = gl.constexpr(2)
-_TOKENS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
 _RESULT = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
@@ -128,15 +128,6 @@ def _load_blocks(load_args, mailbox, asks_at, order):
 
 
 @gluon.jit
-def _token_pointers(x_ptr, token_ptr, row, end, D, ROWS: gl.constexpr):
-    """Return pointers to the first block of ROWS tokens from `row` on, and if they exist."""
-    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, _TOKENS))
-    cols = gl.arange(0, _BK, gl.SliceLayout(0, _TOKENS))
-    token = gl.load(token_ptr + rows, mask=rows < end, other=0)
-    return x_ptr + token.to(gl.int64)[:, None] * D + cols[None, :], (rows < end)[:, None]
-
-
-@gluon.jit
 def _gather_tokens(gather_args, mailbox, order):
     """Producer: copy the tokens of all tiles of the program to shared memory, by 16 bytes."""
     x_ptr, token_ptr, pipeline, plan, num_k = gather_args
@@ -151,8 +142,8 @@ def _gather_tokens(gather_args, mailbox, order):
         size = _part_size(row, end)
         for first in range(row, end, size):
             stop, below = gl.minimum(first + size, end), first + PART_ROWS
-            tokens, exist = _token_pointers(x_ptr, token_ptr, first, stop, D, PART_ROWS)
-            extra, extra_exist = _token_pointers(x_ptr, token_ptr, below, stop, D, EXTRA_ROWS)
+            tokens, exist = token_pointers(x_ptr, token_ptr, first, stop, D, PART_ROWS)
+            extra, extra_exist = token_pointers(x_ptr, token_ptr, below, stop, D, EXTRA_ROWS)
             for k in range(num_k):
                 stage = k_block % STAGES
                 mbarrier.wait(empty.index(stage), (k_block // STAGES & 1) ^ 1)

@@ -30,6 +30,8 @@ from acmoe.ops.experts.hopper.next_tile import next_tile, want_tile
 from acmoe.ops.experts.triton.tiles import row_tile
 
 _CONSUMER_WARPS = gl.constexpr(4)
+_GATHERED = gl.constexpr(64)  # features of a block of tokens
+_TOKENS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
 
 
 @gluon.jit
@@ -86,6 +88,15 @@ def _load_tile_blocks(
             want_tile(mailbox, k == asks_at)
         k_block += 1
     return k_block
+
+
+@gluon.jit
+def token_pointers(x_ptr, token_ptr, row, end, D, ROWS: gl.constexpr):
+    """Return pointers to 64 features of ROWS tokens from `row` on, and if they exist."""
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, _TOKENS))
+    cols = gl.arange(0, _GATHERED, gl.SliceLayout(0, _TOKENS))
+    token = gl.load(token_ptr + rows, mask=rows < end, other=0)
+    return x_ptr + token.to(gl.int64)[:, None] * D + cols[None, :], (rows < end)[:, None]
 
 
 @gluon.jit

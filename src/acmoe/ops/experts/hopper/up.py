@@ -29,13 +29,12 @@ from acmoe.ops.experts.hopper.next_tile import (
     next_tile,
     want_tile,
 )
-from acmoe.ops.experts.hopper.pipeline import skip_blocks, tile_of_rows
+from acmoe.ops.experts.hopper.pipeline import skip_blocks, tile_of_rows, token_pointers
 from acmoe.ops.experts.triton.activation import silu
 
 _GATHER_WARPS = gl.constexpr(2)
 _BK = gl.constexpr(64)
 COLUMNS = gl.constexpr(128)  # hidden units of a tile
-_TOKENS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
 _RESULT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
@@ -77,15 +76,6 @@ def _load_weights(load_args, asks_at, GROUP_M: gl.constexpr, BY_EXPERT: gl.const
 
 
 @gluon.jit
-def _half_pointers(x_ptr, token_ptr, row, end, D):
-    """Return pointers to the first block of the 64 tokens from `row` on, and if they exist."""
-    rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, _TOKENS))
-    cols = gl.arange(0, _BK, gl.SliceLayout(0, _TOKENS))
-    token = gl.load(token_ptr + rows, mask=rows < end, other=0)
-    return x_ptr + token.to(gl.int64)[:, None] * D + cols[None, :], (rows < end)[:, None]
-
-
-@gluon.jit
 def _gather_tokens(load_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
     """Producer: copy the tokens of all tiles of the program to shared memory, by 16 bytes."""
     x_ptr, token_ptr = load_args[0], load_args[1]
@@ -97,13 +87,14 @@ def _gather_tokens(load_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
     while tile_id < num_used * num_n:
         want_tile(mailbox)
         _expert, row, end, _column = _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M, BY_EXPERT)
-        upper, has_upper = _half_pointers(x_ptr, token_ptr, row, end, num_k * _BK)
-        lower, has_lower = _half_pointers(x_ptr, token_ptr, row + HALF_M, end, num_k * _BK)
+        D, below = num_k * _BK, row + HALF_M
+        upper, has_upper = token_pointers(x_ptr, token_ptr, row, end, D, HALF_M)
+        lower, has_lower = token_pointers(x_ptr, token_ptr, below, end, D, HALF_M)
         for k in range(num_k):
             stage = k_block % STAGES
             mbarrier.wait(empty.index(stage), (k_block // STAGES & 1) ^ 1)
             load_rows(x_bufs.index(2 * stage), upper + k * _BK, mask=has_upper)
-            if row + HALF_M < end:
+            if below < end:
                 load_rows(x_bufs.index(2 * stage + 1), lower + k * _BK, mask=has_lower)
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             k_block += 1

@@ -30,9 +30,9 @@ LOW_TOKENS = 16  # so few are one block of tokens
 # bf16: 86 us against 96 with 32; with a scale 180 against 199 (qwen30b, H200). Otherwise STEP:
 # tensor cores truncate the sums within a step, and float32 tokens would lose 2^-20.
 STEP, STEP_BF16 = 32, 64
-# Of a program that only selects among few tokens: affinities at most, and tokens if one program has
-# all of them, or if there are several. With 16 instead of 64 tokens and the balance loss, the router
-# of 1,024 tokens takes 12.1 instead of 15.5 us (olmoe) and 16.0 instead of 22.0 (128 experts), that
+# Of a program that only selects among few tokens: affinities at most, and tokens if one has all of
+# them, or if there are several. With 16 instead of 64 tokens and the balance loss, the router of
+# 1,024 tokens takes 12.1 instead of 15.5 us (olmoe) and 16.0 instead of 22.0 (128 experts), that
 # of 2,048 tokens 14.3 instead of 13.6 (gptoss; H200, captured).
 _ELEMENTS, _TOKENS_OF_ONE, _TOKENS_OF_MANY = 8192, 64, 16
 
