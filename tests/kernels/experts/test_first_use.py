@@ -137,6 +137,26 @@ def test_pipelines_come_first_and_leave_one_triton_gemm_beside_them():
     assert cost("up", flat, few) == pytest.approx(2 * numbers / 4.2e12)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "form", "sizes", "tried"),
+    [
+        ("down", "columns", (2048, 128), True),
+        ("down", "columns", (2048, 256), False),
+        ("hidden", "cooperative", (4096, 256), True),
+        ("hidden", "cooperative", (2880, 256), False),
+    ],
+)
+def test_forms_that_pay_at_few_sizes_are_timed_there_alone(kernel, form, sizes, tried):
+    """Every candidate takes seconds to compile."""
+    from acmoe.ops.experts.tune.candidates import quick
+
+    dim, rows = sizes
+    layer = Layer(dim, 1024, 8, 2048, rows)
+    found = quick(kernel, layer, tma=True)
+    forms = [one.form for one in found if isinstance(one, PipelineConfig)]
+    assert (form in forms) == tried
+
+
 BIG = (16384, 2048, 1408, 64, 6, "swiglu")  # 2 * 98304 * 2048 * 4224 = 1.7e12 operations
 
 
