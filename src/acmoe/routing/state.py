@@ -218,7 +218,7 @@ def check_num_tokens(state: RoutingState, x: Tensor) -> None:
 
 
 def check_routing_of(x: Tensor, routing: object) -> None:
-    """Raise a UserError unless a router has decided this routing for as many tokens as x has."""
+    """Raise a UserError unless `routing` is a router's result for as many tokens as x has."""
     if not isinstance(routing, Routing):
         raise UserError(f"routing is a {type(routing).__name__}; pass what router(x, state) gave")
     found = routing.affinity.shape[0]

@@ -62,9 +62,8 @@ def test_an_interpreter_that_is_asked_for_runs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with use_backend("triton"):
         found = running()
-    parts = [
-        f"expert_mlp: {gemm}" for gemm in ("hidden", "down", "input", "down_weight", "up_weight")
-    ]
+    gemms = ("up, no gradients", "hidden", "down", "input", "down_weight", "up_weight")
+    parts = [f"expert_mlp: {gemm}" for gemm in gemms]
     parts += ["window_attention: forward", "window_attention: backward"]
     runners = dict.fromkeys(RUNNERS, "fast path")
     assert found == {**dict.fromkeys((*OPS, *parts), "triton"), **runners}

@@ -108,19 +108,25 @@ def _layer(x: Tensor, shape: Shape) -> Iterator[Choice]:
     experts: dict[str, Any] = {"activation": shape.activation, "complete": True}
     yield from _ask(expert_mlp, x, weights, rows, gate, **experts)
     if expert_mlp.select(x, weights, rows, gate, **experts).name == "triton":
-        yield from _expert_gemms(x, shape)
+        yield from _expert_gemms(x, bias, shape)
     clamped: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "interleaved": True}
     yield from _ask(clamped_swiglu, x.new_empty(1, 2), **clamped)
 
 
-def _expert_gemms(x: Tensor, shape: Shape) -> Iterator[Choice]:
-    """Yield the GEMMs of the experts, each of which has a kernel for Hopper and a portable one."""
+def _expert_gemms(x: Tensor, bias: Tensor | None, shape: Shape) -> Iterator[Choice]:
+    """Yield the GEMMs of the experts, each of which has a kernel for Hopper and a portable one.
+
+    The Hopper kernels of "up" serve forwards without gradients; all others get Triton's.
+    """
     from acmoe.ops.experts.hopper.choice import gathers, pipeline_unsupported
+    from acmoe.ops.experts.hopper.up_choice import up_unsupported
     from acmoe.ops.experts.settings.gemms import ROW_GEMMS, WEIGHT_GEMMS
     from acmoe.ops.experts.triton.sizes import Sizes
 
     sizes = (shape.dim, shape.hidden, shape.num_experts)
     size = Sizes(shape.tokens, *sizes, shape.top_k, shape.activation)
+    reason = up_unsupported(x, bias, size, dropout=0.0, keep=False)
+    yield from _hopper_or_portable("expert_mlp: up, no gradients", reason)
     for kernel in (*ROW_GEMMS, *WEIGHT_GEMMS):
         where = (kernel, size, x.dtype, x.device)
         gather = kernel not in ("down", "input") and gathers(*where)

@@ -211,7 +211,7 @@ def _backward(
     needed: tuple[bool, ...],
     grads: tuple[Tensor | None, ...],
 ) -> Gradients:
-    """Return the gradients of x, which has this shape, of the embedding and of the bias."""
+    """Return the gradients of x, the embedding and the bias, None if not needed; x has `shape`."""
     x, embedding, scale_CD, cluster_T, ids_TK, gate_TK, affinity_TE, load_E = saved
     of_gate, of_affinity, of_sum, of_balance, of_x = [
         one if one is None else one.resolve_neg().contiguous() for one in grads

@@ -88,9 +88,10 @@ def record_scale(
     token_mask: Tensor | None = None,
     order: Tensor | None = None,
 ) -> Tensor:
-    """Return the scale (C, D) of x (..., D), and add its dispersion to the pending means, in place.
+    """Return the scale (C, D) of the clusters of x (..., D), and add their dispersion to `pending`.
 
-    pending: None to add nothing. The other arguments are those of `measure_scale`.
+    pending: the means and counts that change in place; None: add nothing. The other arguments are
+    those of `measure_scale`.
     """
     tokens = (x, assignment, token_mask, order)
     launches = not x.is_cpu or interpreting()

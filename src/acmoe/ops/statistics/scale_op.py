@@ -85,7 +85,10 @@ def constant_dispersion(
     token_mask: Tensor | None = None,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the dispersion and count of `fused_cluster_scale`, for eager calls."""
+    """Return dispersion and count as `fused_cluster_scale` does, in eager calls only.
+
+    There is no custom op for it, so that `torch.compile` cannot trace it.
+    """
     check_kernel_input(x, assignment, num_clusters, measure, token_mask, SCALE_MEASURES)
     spread, count = output_buffers(x, (*x.shape[:-2], num_clusters, x.shape[-1]), into)
     tensors = (*as_sets(x.detach(), assignment, token_mask), spread, count)

@@ -187,9 +187,10 @@ class RunningAverage(StepStatistics):
             )
 
     def warn_if_pending(self) -> None:
-        """Warn once if compiled training forwards, which nobody counts, had no update after them.
+        """Warn once if compiled training forwards recorded batches, and no update has used them.
 
-        After eager ones `warn_if_empty` warns, in the first eager evaluation.
+        Compiled forwards are not counted. After eager ones, the first eager evaluation warns
+        (`warn_if_empty`).
         """
         if not self.recorded:  # to ask for a pending buffer would make one
             return

@@ -14,10 +14,11 @@ holds the transpose of its part of the result. Programs take their tiles in dyna
 (next_tile.py). Tiles of more rows, up to 256, are computed in two parts. The up projection gathers
 its tokens by cp.async and stores no h: it is the forward without a backward.
 
-Against the kernels with rows of tokens first (H200, up and down, microseconds): 516 and 262 against
-575 and 322 (mixtral@512), 721 and 378 against 817 and 402 (scout@2048), 311 and 166 against 334 and
-180 (gptoss@1024), 168 and 95 against 176 and 95 (olmoe@1024). All have 128 rows an expert; with 96
-they take 2 to 3% longer, with 192 they take 44 to 53% longer.
+Times of up and down against the kernels with tokens first, in microseconds (H200, a script that was
+not kept): 516 and 262 against 575 and 322 (mixtral@512), 721 and 378 against 817 and 402
+(scout@2048), 311 and 166 against 334 and 180 (gptoss@1024), 168 and 95 against 176 and 95
+(olmoe@1024). All have 128 rows an expert. With 96 rows they take 2 to 3% longer; with 152, where
+some experts have two parts, 7 to 9% longer (olmoe).
 """
 
 from triton.experimental import gluon
@@ -42,9 +43,9 @@ from acmoe.ops.experts.hopper.pipeline import token_pointers
 from acmoe.ops.experts.triton.activation import silu
 from acmoe.ops.experts.triton.tiles import row_tile
 
-TILE_ROWS = gl.constexpr(256)  # rows of an expert in a tile, at most: a height of `Plan`
-PART_ROWS = gl.constexpr(128)  # rows of an expert in a part, and further ones:
-EXTRA_ROWS = gl.constexpr(32)
+TILE_ROWS = gl.constexpr(256)  # most rows of an expert in a tile: a height of `Plan`
+PART_ROWS = gl.constexpr(128)  # rows of an expert in a part
+EXTRA_ROWS = gl.constexpr(32)  # most rows that a part may have beyond PART_ROWS
 WEIGHT_ROWS = gl.constexpr(128)  # in each of the two blocks of weights of a tile
 _BK = gl.constexpr(64)
 _GATHER_WARPS = gl.constexpr(2)
@@ -81,7 +82,7 @@ def _place(tile_id, plan, order):
 
 @gluon.jit
 def _part_size(row, end):
-    """Return the rows of a part: all of a tile in one, or 128 where it takes two."""
+    """Return the most rows of each part of a tile: 160, or 128 if its rows need two parts."""
     return gl.where(end - row > PART_ROWS + EXTRA_ROWS, PART_ROWS, PART_ROWS + EXTRA_ROWS)
 
 

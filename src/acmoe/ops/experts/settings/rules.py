@@ -87,15 +87,16 @@ FEW_ROWS_FORWARD = 32
 # graph on an H200, with Triton's "up" and with this one: 512 tokens 327 and 266 us, 1,024 tokens
 # 353 and 329, 2,048 tokens 505 and 464, 4,096 tokens 804 and 792.
 UP_PIPELINE_ROWS = (FEW_ROWS, 512)
-# Of these, rows of an average expert, more than and up to, for which the rows are the columns of
-# the MMAs (hopper/columns.py): 164, 166, 164, 168, 171, 190 and 221 us with 104, 112, 120, 128,
-# 136, 144 and 152 rows (olmoe), against 154, 169, 165, 176, 192, 206 and 207 in up.py. With 128
-# rows other layers take 6 to 13% less; phi takes 0.6% more, where one of 16 experts had 161 rows.
+# Where the average expert has more than the first and at most the second number of rows, the Hopper
+# kernel of "up" has these rows as columns of its MMAs (hopper/columns.py). It takes 164, 166, 164,
+# 168, 171, 190 and 221 us with 104, 112, 120, 128, 136, 144 and 152 rows (olmoe); up.py takes 154,
+# 169, 165, 176, 192, 206 and 207. With 128 rows other layers take 6 to 13% less; phi takes 0.6%
+# more, where one of 16 experts had 161 rows.
 UP_COLUMNS_ROWS = (108, 148)
-# Rows of an average expert, rounded up, for which they are that in "down". With 128 rows it takes 0
-# to 18% less at seven layers, and 17% more at phi, whose expert with 161 rows has a second part;
-# with two other draws of the experts it took 4 and 17% less there. With 65 to 104 rows it takes 1
-# to 2% more.
+# "down" does the same where the rows of the average expert, rounded up to a power of two, are this
+# number. With 128 rows it takes 0 to 18% less at seven layers, and 17% more at phi, where the
+# expert with 161 rows has a second part; with two other draws of experts it took 4 and 17% less
+# there. With 65 to 104 rows it takes 1 to 2% more. (Both: H200, a script that was not kept.)
 DOWN_COLUMNS_ROWS = 128
 # A few tokens are multiplied as vectors (experts/triton/vectors.py): up to VECTOR_TOKENS, of at
 # most VECTOR_CHOICES experts each, if there are at least as many experts as rows. On an H200 4

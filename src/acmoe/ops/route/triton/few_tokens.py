@@ -18,11 +18,14 @@ from acmoe.ops.route.triton.rescale import FEWEST_TOKENS, MANY_EXPERTS
 from acmoe.ops.route.triton.route_tiles import step_size
 from acmoe.ops.route.triton.tokens import Tokens
 
-# With more tokens, those of many experts may be rescaled before the GEMM (rescale.py).
+# The features of more tokens are not split. With more than MANY_EXPERTS such tokens may be rescaled
+# before the GEMM (rescale.py).
 MOST_TOKENS = FEWEST_TOKENS - 1
-# Of fewer experts, and of so many features. With a scale 1,024 and 2,048 tokens of olmoe take 25
-# and 31 us instead of 48 and 49, of gptoss 23 and 33 instead of 57 and 58, without one 18 and 20
-# instead of 19 (H200). With 4,096 tokens it is level; 352 features take longer in ranges.
+# This limit replaces MOST_TOKENS for up to MANY_EXPERTS and FEWEST_SPLIT features or more. Adaptive
+# routers of 1,024 and 2,048 tokens take 25 and 31 us instead of 48 and 49 (olmoe), 23 and 33
+# instead of 57 and 58 (gptoss); plain ones 18 and 20 instead of 19 (olmoe). With 8 experts and
+# 2,048 tokens, which would otherwise be sorted, they take 40 instead of 38. 4,096 tokens take as
+# long either way, and 352 features longer (H200, a script that was not kept).
 MOST_OF_FEW_EXPERTS, FEWEST_SPLIT = 2048, 1024
 # Tokens, experts, warps and stages of a tile; the low one is for up to LOW_TOKENS.
 LOW_TOKENS, LOW_TILE, TILE = 64, (16, 32, 4, 4), (32, 64, 4, 3)

@@ -30,10 +30,11 @@ LOW_TOKENS = 16  # so few are one block of tokens
 # bf16: 86 us against 96 with 32; with a scale 180 against 199 (qwen30b, H200). Otherwise STEP:
 # tensor cores truncate the sums within a step, and float32 tokens would lose 2^-20.
 STEP, STEP_BF16 = 32, 64
-# Of a program that only selects among few tokens: affinities at most, and tokens if one has all of
-# them, or if there are several. With 16 instead of 64 tokens and the balance loss, the router of
-# 1,024 tokens takes 12.1 instead of 15.5 us (olmoe) and 16.0 instead of 22.0 (128 experts), that
-# of 2,048 tokens 14.3 instead of 13.6 (gptoss; H200, captured).
+# Sizes of a program that only selects among few tokens: the most affinities, and the most tokens
+# where one program has all of them and where there are several programs. With 16 instead of 64
+# tokens a program, a router with the balance loss takes 12.1 instead of 15.5 us for 1,024 tokens
+# (olmoe), 16.0 instead of 22.0 (the same with 128 experts), and 14.3 instead of 13.6 us for 2,048
+# tokens of gptoss (H200, captured, a script that was not kept).
 _ELEMENTS, _TOKENS_OF_ONE, _TOKENS_OF_MANY = 8192, 64, 16
 
 
