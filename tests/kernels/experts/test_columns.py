@@ -50,8 +50,11 @@ def _call(called, name, *_, **__):
     called.append(name)
 
 
-@pytest.mark.parametrize(("tokens", "name"), [(216, "up"), (217, "columns"), (297, "up")])
-def test_the_rows_of_an_average_expert_decide(tokens, name, device, hopper_launch, monkeypatch):
+@pytest.mark.parametrize(
+    ("tokens", "dim", "name"),
+    [(216, 2048, "up"), (217, 2048, "columns"), (297, 2048, "up"), (217, 1984, "up")],
+)
+def test_the_rows_of_an_average_expert_decide(tokens, dim, name, hopper_launch, monkeypatch):
     """More than 108 and up to 148 of them, of 4 experts with 2 choices a token."""
     from acmoe.ops.experts.hopper import up_choice
     from acmoe.ops.experts.triton.sizes import Sizes
@@ -61,8 +64,8 @@ def test_the_rows_of_an_average_expert_decide(tokens, name, device, hopper_launc
     for one in ("up", "columns"):
         launched = functools.partial(_call, called, one)
         monkeypatch.setattr(hopper_launch, f"launch_{one}", launched)
-    x, up = torch.zeros(tokens, 128).bfloat16(), torch.zeros(4, 256, 128).bfloat16()
-    size = Sizes(tokens, 128, 128, 4, 2, "swiglu")
+    x, up = torch.zeros(tokens, dim).bfloat16(), torch.zeros(4, 256, dim).bfloat16()
+    size = Sizes(tokens, dim, 128, 4, 2, "swiglu")
     up_choice.run_up(x, x, up, None, None, size, 0.0, x, keep=False)
     assert called == [name]
 
@@ -76,7 +79,7 @@ def test_a_forward_without_gradients_has_the_bits_of_one_with_them(monkeypatch):
     called = []
     for name in ("launch_columns", "launch_rows"):
         monkeypatch.setattr(launch, name, noted(called, getattr(launch, name)))
-    layer = Layer("swiglu", False, (1024, 512, 768, 16, 2), "cuda")
+    layer = Layer("swiglu", False, (1024, 2048, 768, 16, 2), "cuda")
     layer.mlp.bfloat16()
     layer.x, layer.gate = (
         layer.x.detach().bfloat16().requires_grad_(),

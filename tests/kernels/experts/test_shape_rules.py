@@ -113,6 +113,11 @@ def test_the_rules_agree_with_what_was_measured():
         ((6144, 16384, 8, 128), "down", PipelineConfig("columns", 4)),
         ((4096, 14336, 8, 128), "down", PipelineConfig("columns", 4)),  # not the table's
         ((4096, 14336, 8, 256), "down", None),  # the table's
+        (
+            (1536, 256, 128, 128),
+            "down",
+            PipelineConfig("cooperative", 4),
+        ),  # 256 are few to sum over
         ((640, 8192, 16, 128), "down", None),  # 3 tiles of 256 columns would be 20% too many
         ((6144, 16384, 8, 64), "hidden", PipelineConfig("ping-pong", 5, 2)),  # half a tile of rows
         (

@@ -56,7 +56,7 @@ def run_up(
         return triton_launch.run_up(tokens, up, up_bias, plan, size, dropout, seed, keep=keep)
     from acmoe.ops.experts.hopper.launch import launch_columns, launch_up
 
-    if rules.up_by_columns(size.tokens * size.top_k / size.experts):
+    if rules.up_by_columns(size.tokens * size.top_k / size.experts, size.dim):
         a = launch_columns(x, up, plan, gated=True)
     else:
         a = launch_up(x, up, plan, size.hidden)

@@ -98,6 +98,9 @@ UP_COLUMNS_ROWS = (108, 148)
 # expert with 161 rows has a second part; with two other draws of experts it took 4 and 17% less
 # there. With 65 to 104 rows it takes 1 to 2% more. (Both: H200, a script that was not kept.)
 DOWN_COLUMNS_ROWS = 128
+# Both need so many inner columns, the fewest that were timed with 128 rows: with fewer, storing the
+# transposed result takes a larger share. granite's "down" (512) took 7% longer with 102 rows.
+_COLUMNS_INNER = {"up": 2048, "down": 768}
 # A few tokens are multiplied as vectors (experts/triton/vectors.py): up to VECTOR_TOKENS, of at
 # most VECTOR_CHOICES experts each, if there are at least as many experts as rows. On an H200 4
 # tokens of olmoe took 127 us as vectors and 106 in tiles of 16 rows; one token took 43 with one
@@ -154,13 +157,13 @@ def up_by_pipeline(layer: Layer) -> bool:
     return more_than < layer.rows <= up_to
 
 
-def up_by_columns(rows: float) -> bool:
+def up_by_columns(rows: float, dim: int) -> bool:
     """Return True if "up" in its Hopper kernels should have the rows as columns of its MMAs.
 
-    rows: those of an average expert, not rounded.
+    rows: those of an average expert, not rounded; dim: D.
     """
     more_than, up_to = UP_COLUMNS_ROWS
-    return more_than < rows <= up_to
+    return more_than < rows <= up_to and dim >= _COLUMNS_INNER["up"]
 
 
 def by_vectors(tokens: int, top_k: int, experts: int) -> bool:
@@ -236,7 +239,8 @@ def pipeline(kernel: str, layer: Layer, *, copied: bool) -> PipelineConfig | Non
         return PipelineConfig("cooperative", 3 if long else 4, gathers=gathers)
     inner, outer = layer.inner_outer(kernel)
     narrow = padding(outer, 256) > _PADDING
-    if kernel == "down" and layer.rows == DOWN_COLUMNS_ROWS and not narrow:
+    long = inner >= _COLUMNS_INNER["down"]
+    if kernel == "down" and layer.rows == DOWN_COLUMNS_ROWS and long and not narrow:
         return COLUMNS
     if inner > _LONGEST_INNER[kernel] and layer.rows < _LONG_INNER_ROWS:
         return None
