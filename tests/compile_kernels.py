@@ -254,9 +254,13 @@ def measures() -> None:
 
 
 def router() -> None:
-    """The Hopper kernels of a router of many experts, with a scale and without."""
+    """The Hopper kernels of a router of many experts and of fewer, with a scale and without."""
     global use
-    from acmoe.ops.route.hopper.launch import launch_affinities, launch_token_gradient
+    from acmoe.ops.route.hopper.launch import (
+        launch_affinities,
+        launch_router,
+        launch_token_gradient,
+    )
     from acmoe.ops.route.triton.tokens import Tokens
 
     x, embedding, grad = bf16(256, 256), bf16(512, 256), bf16(2, 256, 512)
@@ -268,6 +272,15 @@ def router() -> None:
             launch_affinities(tokens, embedding, None, None, torch.zeros(256, 512), kept)
         for addend in (x, None):
             launch_token_gradient(tokens, grad, embedding, addend)
+        for experts, choices in ((64, 8), (128, 8), (128, 16)):
+            use = f"router of {experts} experts and {choices} choices, {name}"
+            affinity, ids = torch.zeros(256, experts), torch.zeros(256, choices).long()
+            gate, sums = torch.zeros(256, choices), torch.zeros(2, 4, experts)
+            launch_router(
+                *(tokens, (embedding[:experts], None, None)),
+                *((affinity, ids, gate, ids[:, 0].clone(), sums),),
+                **{"top_k": choices, "over_selected": True, "temperature": 1.0, "sums": True},
+            )
 
 
 def few() -> None:

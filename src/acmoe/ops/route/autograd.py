@@ -48,12 +48,12 @@ def route_op(
 def _launched(*inputs: Any, **options: Any) -> tuple[Tensor, ...]:
     """Return the results of `route_op` for its arguments; options: of `route` (triton/route.py)."""
     from acmoe.ops.route.triton.few_tokens import in_ranges
-    from acmoe.ops.route.triton.route import route
+    from acmoe.ops.route.triton.route import in_one_kernel, route
     from acmoe.ops.route.triton.tokens import Tokens
 
     x, embedding, bias, scale, assignment, top_k, over_selected, token_mask, *rest = inputs
     temperature, permutation, end, noise = rest
-    if in_ranges(x, embedding):
+    if in_ranges(x, embedding) or in_one_kernel(x, embedding, token_mask, top_k):
         permutation = end = None
     tokens = Tokens.of(x, scale, assignment, token_mask, permutation, end)
     return route(tokens, embedding, bias, top_k, over_selected, temperature, noise, **options)

@@ -8,9 +8,16 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from acmoe.ops.device.gluon_blocks import HALF_M, PANEL
-from acmoe.ops.device.launcher import cdiv, launch, multiprocessors, tma_aligned
+from acmoe.ops.device.launcher import (
+    cdiv,
+    launch,
+    multiprocessors,
+    next_power_of_2,
+    tma_aligned,
+)
 from acmoe.ops.device.tma import describe
 from acmoe.ops.route.hopper import affinity as affinity_module
+from acmoe.ops.route.hopper import router as router_module
 from acmoe.ops.route.hopper import token_gradient as token_module
 from acmoe.ops.route.triton.tokens import Tokens
 
@@ -21,6 +28,8 @@ BLOCK = affinity_module.BLOCK.value
 TOKEN_TILE, TOKEN_BLOCK = token_module.TILE.value, token_module.BLOCK.value
 TOKEN_PANEL = [HALF_M.value, PANEL.value]
 STAGES, TOKEN_STAGES = 4, 3  # of the pipelines: as many as fit into shared memory
+ROWS_OF_SUMS = HALF_M.value  # tokens of each partial sum of `launch_router`
+ROUTER_STAGES = 4  # 6 and 8 took as long (H200)
 
 
 def _desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
@@ -58,6 +67,45 @@ def launch_affinities(
         HAS_NOISE=noise_TE is not None,
         KEEPERS=0 if kept_TD is None else num_e,
         STAGES=STAGES,
+        num_warps=4,
+    )
+
+
+def launch_router(
+    tokens: Tokens,
+    router: tuple[Tensor, Tensor | None, Tensor | None],
+    outputs: tuple[Tensor, ...],
+    *,
+    top_k: int,
+    over_selected: bool,
+    temperature: float,
+    sums: bool,
+) -> None:
+    """Route bf16 tokens in their own order among 33 to 128 experts.
+
+    router: embedding (E, D), bias and noise. outputs: affinity (T, E), ids, gate, first choice, and
+    partial sums (2, N, E), which are written if `sums`.
+    """
+    embedding_ED, bias_E, noise_TE = router
+    T, D = tokens.x.shape
+    E = embedding_ED.shape[0]
+    affinity_TE, *others = outputs
+    tiles = cdiv(T, TOKENS)
+    width = max(HALF_M.value, next_power_of_2(E))
+    launch(
+        *(router_module.router_kernel, (min(tiles, multiprocessors()),)),
+        *(_desc(tokens.x, [TOKENS, BLOCK]), _desc(embedding_ED.contiguous(), [width, BLOCK])),
+        *(tokens.scale, tokens.cluster),
+        embedding_ED if bias_E is None else bias_E,
+        affinity_TE if noise_TE is None else noise_TE.contiguous(),
+        *(affinity_TE, *others, T, D, E, tokens.scale.shape[0], tiles, 1.0 / temperature),
+        HAS_SCALE=tokens.has_scale,
+        HAS_BIAS=bias_E is not None,
+        HAS_NOISE=noise_TE is not None,
+        HAS_SUMS=sums,
+        K=top_k,
+        SELECTED=over_selected,
+        STAGES=ROUTER_STAGES,
         num_warps=4,
     )
 

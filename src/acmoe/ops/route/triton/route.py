@@ -32,15 +32,14 @@ from torch import Tensor
 
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.device.reduce_partials import reduce_balance, reduce_partials
+from acmoe.ops.route.hopper.choice import router_unsupported
 from acmoe.ops.route.triton.affinity import add_bias_noise, affinity_block
 from acmoe.ops.route.triton.few_tokens import partial_affinities, range_size
+from acmoe.ops.route.triton.keys import TAKEN, affinity_keys, affinity_of
 from acmoe.ops.route.triton.many_experts import many_affinities
 from acmoe.ops.route.triton.rescale import MANY_EXPERTS
 from acmoe.ops.route.triton.route_tiles import choose_tile, step_size, terms
 from acmoe.ops.route.triton.tokens import Tokens, load_cluster_ends, load_tokens
-
-# Sort key below that of every affinity, -inf included: an expert already selected or out of range.
-TAKEN = tl.constexpr(-0x80000000)
 
 
 def route(
@@ -69,6 +68,11 @@ def route(
     """
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
+    if in_one_kernel(tokens.x, embedding_ED, tokens.mask if tokens.has_mask else None, top_k):
+        router = embedding_ED, bias_E, noise_TE
+        found = _hopper_route(tokens, router, top_k, over_selected, temperature, totals != "none")
+        *chosen, partial_2NE, first_T = found
+        return *chosen, *_reduce(partial_2NE, T, totals, weight), first_T
     both_bf16 = tokens.x.dtype == embedding_ED.dtype == torch.bfloat16
     step = step_size(tokens.x, embedding_ED)
     size = range_size(tokens.x, embedding_ED)
@@ -107,6 +111,41 @@ def route(
     kept = () if kept_TD is None else (kept_TD,)
     totalled = (partial_2NE,) * 2 if alone else _reduce(partial_2NE, T, totals, weight)
     return ids_TK, gate_TK, affinity_TE, *totalled, first_T, *kept
+
+
+def in_one_kernel(x_TD: Tensor, embedding_ED: Tensor, mask_T: Tensor | None, top_k: int) -> bool:
+    """Return True if one Hopper kernel routes the tokens, in their own order (hopper/router.py)."""
+    return router_unsupported(x_TD, embedding_ED, mask_T, top_k) is None
+
+
+def _hopper_route(
+    tokens: Tokens,
+    router: tuple[Tensor, Tensor | None, Tensor | None],
+    top_k: int,
+    over_selected: bool,
+    temperature: float,
+    sums: bool,
+) -> tuple[Tensor, ...]:
+    """Return ids, gate, affinity, partial sums (2, N, E) and first choices by the Hopper kernel.
+
+    router: embedding, bias and noise. The partial sums are written if `sums`.
+    """
+    from acmoe.ops.route.hopper.launch import ROWS_OF_SUMS, launch_router
+
+    T, E = tokens.x.shape[0], router[0].shape[0]
+    affinity_TE = tokens.x.new_empty(T, E, dtype=torch.float32)
+    gate_TK = affinity_TE.new_empty(T, top_k)
+    ids_TK = affinity_TE.new_empty(T, top_k, dtype=torch.int64)
+    first_T = ids_TK.new_empty(T)
+    partial_2NE = affinity_TE.new_empty(2, cdiv(T, ROWS_OF_SUMS), E)
+    launch_router(
+        *(tokens, router, (affinity_TE, ids_TK, gate_TK, first_T, partial_2NE)),
+        top_k=top_k,
+        over_selected=over_selected,
+        temperature=temperature,
+        sums=sums,
+    )
+    return ids_TK, gate_TK, affinity_TE, partial_2NE, first_T
 
 
 def _known_affinities(
@@ -153,23 +192,18 @@ def _reduce(partial_2NE: Tensor, num_tokens: int, totals: str, weight: float) ->
 def _top_k(affinity, e, E, K: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr):
     """Return ids and affinities (BT, BK) of the K best experts, best first, and a (BT, BE) mask.
 
-    Affinities are compared as int32 keys of the same order. As in torch.topk, NaN comes first;
-    among equal values the lowest index does.
+    As in torch.topk, NaN comes first; among equal values the lowest index does.
     """
-    bits = (affinity + 0.0).to(tl.int32, bitcast=True)  # + 0.0 turns -0.0 into 0.0
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = tl.where(affinity != affinity, 0x7FFFFFFF, key)
-    key = tl.where(e[None, :] < E, key, TAKEN)
+    key = tl.where(e[None, :] < E, affinity_keys(affinity), TAKEN)
     k = tl.arange(0, BK)
     ids = tl.zeros((BT, BK), dtype=tl.int32)
     values = tl.zeros((BT, BK), dtype=tl.float32)
     for i in range(0, K):
         best = tl.max(key, axis=1)
         expert = tl.min(tl.where(key == best[:, None], e[None, :], BE), axis=1)
-        value = tl.where(best < 0, best ^ 0x7FFFFFFF, best).to(tl.float32, bitcast=True)
         is_kth = k[None, :] == i
         ids = tl.where(is_kth, expert[:, None], ids)
-        values = tl.where(is_kth, value[:, None], values)
+        values = tl.where(is_kth, affinity_of(best)[:, None], values)
         key = tl.where(e[None, :] == expert[:, None], TAKEN, key)
     return ids, values, (key == TAKEN) & (e[None, :] < E)
 
