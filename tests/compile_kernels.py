@@ -88,12 +88,19 @@ def compile_launch(kernel: JITFunction, *values: Any, grid: Any, warmup: bool, *
     ptx = (done := triton.compile(source, target=target, options=options)).asm["ptx"]
     one = found.setdefault(
         f"{_full(kernel)}, {use}",
-        {"gluon": language is GluonASTSource, "shared": 0, "products": 10**9, "copies": 10**9},
+        {
+            "gluon": language is GluonASTSource,
+            "shared": 0,
+            "products": 10**9,
+            "copies": 10**9,
+            "narrow": 0,
+        },
     )
     # If one use has several launches, keep the worst figures.
     one["shared"] = max(one["shared"], done.metadata.shared)
     one["products"] = min(one["products"], ptx.count("wgmma.mma_async"))
     one["copies"] = min(one["copies"], ptx.count("cp.async.bulk.tensor"))
+    one["narrow"] = max(one["narrow"], ptx.count("ld.global.b16") + ptx.count("st.global.b16"))
 
 
 def _full(kernel: JITFunction) -> str:
@@ -283,6 +290,29 @@ def router() -> None:
             )
 
 
+def uneven() -> None:
+    """The backward of a router whose number of experts is no multiple of 16."""
+    global use
+    from acmoe.ops.route.triton.affinity_gradient import affinity_gradient
+    from acmoe.ops.route.triton.backward import embedding_gradient, token_gradient
+    from acmoe.ops.route.triton.tokens import Tokens
+
+    use, experts = "40 experts", 40
+    x, embedding, assignment = bf16(256, 1024), bf16(experts, 1024), torch.zeros(256).long()
+    packed = sort_with_tokens_op(assignment[:, None], assignment, experts)[4]
+    order = TokenOrder.unpack(packed, experts)
+    scale, grad_gate = torch.zeros(experts, 1024), torch.zeros(256, 8)
+    affinity, choices = torch.zeros(256, experts), torch.zeros(256, 8).long()
+    upstream = grad_gate, None, torch.zeros(experts)
+    grad, _ = affinity_gradient(*upstream, choices, grad_gate, affinity, None, True, 1.0, 2)
+    for tokens, end in (
+        (Tokens.of(x, None, None, None, None, None), None),
+        (Tokens.of(x, scale, assignment, None, order.token, order.end), order.end),
+    ):
+        token_gradient(tokens, grad, embedding, x)
+        embedding_gradient(tokens, end, grad, torch.bfloat16, torch.float32)
+
+
 def few() -> None:
     """The projections of experts with a few hundred rows on Hopper."""
     global use
@@ -340,6 +370,7 @@ GROUPS: dict[str, Callable[[], None]] = {
         images,
         measures,
         router,
+        uneven,
         few,
         backward,
         forward,

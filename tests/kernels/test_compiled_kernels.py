@@ -44,6 +44,17 @@ def test_a_pipelined_gemm_compiles_for_a_hopper_card():
 
 
 @pytest.mark.slow
+def test_the_backward_of_a_router_loads_vectors_for_any_even_number_of_experts():
+    found = compiled(90, "uneven")
+    assert kernels_of(found) >= {
+        "route.triton.affinity_gradient._affinity_kernel",
+        "route.triton.backward._token_kernel",
+        "route.triton.backward._embedding_kernel",
+    }
+    assert [name for name, kernel in found["compiled"].items() if kernel["narrow"] > 0] == []
+
+
+@pytest.mark.slow
 def test_every_kernel_compiles_for_a_hopper_card():
     import triton
 

@@ -102,7 +102,7 @@ def add_bias_noise(
 @triton.jit
 def affinity_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, embedding_ptr, bias_ptr, noise_ptr,
-    affinity_ptr, T, D, E, C, HAS_BIAS: tl.constexpr, HAS_NOISE: tl.constexpr,
+    affinity_ptr, T, D, C, E: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NOISE: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
     SPLIT: tl.constexpr, RANGE: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,

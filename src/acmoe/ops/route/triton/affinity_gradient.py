@@ -50,7 +50,7 @@ def affinity_gradient(
         launch(
             _affinity_kernel, (N,), *pointers, ids_TK, gate_TK, affinity_TE,
             affinity_TE if mask_T is None else mask_T.contiguous().view(torch.uint8), grad_ZTE,
-            partial_NE, T, E, 1.0 / temperature, K=K, SELECTED=over_selected,
+            partial_NE, T, 1.0 / temperature, E=E, K=K, SELECTED=over_selected,
             HAS_GATE=upstream[0] is not None, HAS_AFFINITY=upstream[1] is not None,
             HAS_SUM=upstream[2] is not None, HAS_MASK=mask_T is not None, BT=block, BE=experts,
             BK=max(2, next_power_of_2(K)), PARTS=num_parts, num_warps=4,
@@ -84,10 +84,10 @@ def _share_kernel(grad_ptr, share_ptr, out_ptr, E, inverse, weight, BE: tl.const
 @triton.jit
 def _affinity_kernel(
     grad_gate_ptr, grad_affinity_ptr, grad_sum_ptr, ids_ptr, gate_ptr, affinity_ptr, mask_ptr,
-    out_ptr, partial_ptr, T, E, inverse_temperature, K: tl.constexpr, SELECTED: tl.constexpr,
-    HAS_GATE: tl.constexpr, HAS_AFFINITY: tl.constexpr, HAS_SUM: tl.constexpr,
-    HAS_MASK: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
-    PARTS: tl.constexpr,
+    out_ptr, partial_ptr, T, inverse_temperature, E: tl.constexpr, K: tl.constexpr,
+    SELECTED: tl.constexpr, HAS_GATE: tl.constexpr, HAS_AFFINITY: tl.constexpr,
+    HAS_SUM: tl.constexpr, HAS_MASK: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
+    BK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)

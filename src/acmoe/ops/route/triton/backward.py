@@ -62,8 +62,8 @@ def token_gradient(
         launch(
             _token_kernel, (tokens.blocks(tile.tokens) * columns,), *tokens.pointers, grad_ZTE,
             embedding_ED.contiguous(),
-            grad_TD if addend_TD is None else addend_TD.contiguous(), grad_TD, T, D, E,
-            tokens.scale.shape[0], HAS_ADDEND=addend_TD is not None, **tokens.flags,
+            grad_TD if addend_TD is None else addend_TD.contiguous(), grad_TD, T, D,
+            tokens.scale.shape[0], E=E, HAS_ADDEND=addend_TD is not None, **tokens.flags,
             TERMS=gradient_terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features, BE=tile.experts,
             ALL_EXPERTS=tile.experts >= E, STEPS=tile.steps, TOKEN_MAJOR=tile.token_major,
             PREFETCH=tile.prefetch_addend,
@@ -104,8 +104,8 @@ def embedding_gradient(
     partial_PED = grad_ZTE.new_empty(P, E, D, dtype=torch.float32)
     launch(
         _embedding_kernel, (P, *blocks), *tokens.pointers,
-        tokens.permutation if end is None else end, grad_ZTE, partial_PED, T, D, E,
-        tokens.scale.shape[0], split,
+        tokens.permutation if end is None else end, grad_ZTE, partial_PED, T, D,
+        tokens.scale.shape[0], split, E=E,
         **tokens.flags, SPLIT=tokens.is_split, TERMS=gradient_terms(tokens.x.dtype), BT=tile.tokens,
         BD=tile.features, BE=tile.experts, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -137,10 +137,11 @@ def _row_pointers(grad_ptr, t, row, E, SORTED: tl.constexpr, BT: tl.constexpr):
 @triton.jit
 def _token_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, grad_ptr, embedding_ptr, addend_ptr,
-    out_ptr, T, D, E, C, HAS_ADDEND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr,
-    SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, ALL_EXPERTS: tl.constexpr,
-    STEPS: tl.constexpr, TOKEN_MAJOR: tl.constexpr, PREFETCH: tl.constexpr, BT: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
+    out_ptr, T, D, C, E: tl.constexpr, HAS_ADDEND: tl.constexpr, HAS_SCALE: tl.constexpr,
+    HAS_MASK: tl.constexpr, SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
+    ALL_EXPERTS: tl.constexpr, STEPS: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
+    PREFETCH: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
     """Write d x of BT tokens at STEPS blocks of BD features, plus the addend, if there is one.
 
@@ -226,8 +227,8 @@ def _grad_times_embedding(embedding_ptr, grad, e, d, D, E, TERMS: tl.constexpr):
 
 @triton.jit
 def _embedding_kernel(
-    x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, end_ptr, grad_ptr, out_ptr, T, D, E, C,
-    split, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
+    x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, end_ptr, grad_ptr, out_ptr, T, D, C,
+    split, E: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
     SPLIT: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip

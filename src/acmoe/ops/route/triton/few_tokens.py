@@ -71,8 +71,8 @@ def partial_affinities(
     height, width, num_warps, num_stages = _tile(T)
     launch(
         affinity_kernel, (cdiv(E, width), tokens.blocks(height), ranges), *tokens.pointers,
-        embedding_ED.contiguous(), embedding_ED, partial_STE, partial_STE, T, D, E,
-        tokens.scale.shape[0], HAS_BIAS=False, HAS_NOISE=False, TERMS=terms, **tokens.flags,
+        embedding_ED.contiguous(), embedding_ED, partial_STE, partial_STE, T, D,
+        tokens.scale.shape[0], E=E, HAS_BIAS=False, HAS_NOISE=False, TERMS=terms, **tokens.flags,
         SPLIT=False, RANGE=size, BT=height, BD=step, BE=width,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip

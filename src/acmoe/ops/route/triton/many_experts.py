@@ -49,8 +49,8 @@ def many_affinities(
     launch(
         affinity_kernel, (cdiv(E, width), reading.blocks(height)),
         *reading.pointers, embedding_ED.contiguous(), embedding_ED if bias_E is None else bias_E,
-        affinity_TE if noise_TE is None else noise_TE.contiguous(), affinity_TE, T, D, E,
-        reading.scale.shape[0], HAS_BIAS=bias_E is not None, HAS_NOISE=noise_TE is not None,
+        affinity_TE if noise_TE is None else noise_TE.contiguous(), affinity_TE, T, D,
+        reading.scale.shape[0], E=E, HAS_BIAS=bias_E is not None, HAS_NOISE=noise_TE is not None,
         TERMS=terms, **reading.flags, SPLIT=reading.is_split, RANGE=0, BT=height, BD=features,
         BE=width, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip

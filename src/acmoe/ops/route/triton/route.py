@@ -21,6 +21,10 @@ Memory traffic: x (T D itemsize bytes) and, if any, (T, E) float32 noise read on
 affinities and (T, K) ids and gates written. The GEMM is 2 T D E operations, done 1 to 6 times in
 bf16 (ops/device/dot.py).
 
+E is a compile-time parameter of the router's kernels, because Triton loads rows of E numbers as
+vectors where it knows what divides E. Of an argument it knows only whether 16 does: with 40 experts
+the backward loaded rows of d affinity number by number, without a pipeline.
+
 T tokens, D features, E experts, C clusters, K experts per token, N token blocks, X slots of the
 sorted tokens. Names such as olmoe are benchmark shapes (lab/bench/shapes.py).
 """
@@ -101,9 +105,8 @@ def route(
         )
         launch(
             _route_kernel, (N,), *tokens.pointers, *router, known, ids_TK, gate_TK,
-            affinity_TE, partial_2NE, first_T, T, D, E, tokens.scale.shape[0], 1.0 / temperature,
-            weight,
-            K=top_k, SELECTED=over_selected, **flags, **selecting.flags,
+            affinity_TE, partial_2NE, first_T, T, D, tokens.scale.shape[0], 1.0 / temperature,
+            weight, E=E, K=top_k, SELECTED=over_selected, **flags, **selecting.flags,
             RANGES=cdiv(D, size) if selects else 0, BALANCE=alone, BT=tile.tokens, BD=step,
             BE=max(16, next_power_of_2(E)), BK=max(2, next_power_of_2(top_k)),
             num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.registers,
@@ -262,8 +265,8 @@ def _select(
 @triton.jit
 def _route_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, embedding_ptr, bias_ptr,
-    noise_ptr, known_ptr, ids_ptr, gate_ptr, affinity_ptr, partial_ptr, first_ptr, T, D, E,
-    C, inverse_temperature, weight, K: tl.constexpr, SELECTED: tl.constexpr,
+    noise_ptr, known_ptr, ids_ptr, gate_ptr, affinity_ptr, partial_ptr, first_ptr, T, D, C,
+    inverse_temperature, weight, E: tl.constexpr, K: tl.constexpr, SELECTED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr,
     HAS_MASK: tl.constexpr, SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
     RANGES: tl.constexpr,
