@@ -19,6 +19,7 @@ from acmoe.cli.commands import COMMANDS
 from acmoe.cli.streams import drop_output, is_first_of_machine, plain_output
 from acmoe.errors import UserError, check, typed_line
 from acmoe.starting import raise_on_interrupt
+from acmoe.train.freed_memory import keep_freed_memory
 
 SEVERAL = {"train", "evaluate", "doctor"}  # commands that torchrun may start
 TO_SPEAK = 10.0  # seconds that the first process of a machine has to report a mistake
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     _open_output()
     try:
         raise_on_interrupt()
+        keep_freed_memory()
         with plain_output():
             status = _run(arguments)
             sys.stdout.flush()

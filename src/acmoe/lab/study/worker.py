@@ -28,6 +28,7 @@ from acmoe.lab.study.results.records import DONE, FAILED
 from acmoe.lab.study.synthetic.cells import run_synthetic_cell
 from acmoe.lab.study.synthetic.task import SyntheticConfig
 from acmoe.runtime import pick_device
+from acmoe.train.freed_memory import keep_freed_memory
 
 Runner = Callable[[Cell, Path, Notify], Outcome]
 
@@ -93,6 +94,7 @@ def work(pipe: Connection, threads: int | None, scratch: Path | None) -> None:
     """Run the cells that arrive through the pipe until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    keep_freed_memory()
     if threads is not None:
         torch.set_num_threads(threads)
     while True:

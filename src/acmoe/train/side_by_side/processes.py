@@ -25,6 +25,7 @@ from acmoe.evaluate.language import evaluate
 from acmoe.evaluate.language_report import LanguageReport
 from acmoe.evaluate.saved import save_evaluation
 from acmoe.train.display import Display, Screen
+from acmoe.train.freed_memory import keep_freed_memory
 from acmoe.train.run import Summary, train_with
 from acmoe.train.signals import STOP, StopSignals
 from acmoe.train.threads import Threads, use_threads
@@ -219,6 +220,7 @@ def _work(job: Job, threads: Threads, live: bool, pipe: Connection) -> None:
     for number in STOP:  # a terminal sends them to all processes; the parent passes them on
         signal.signal(number, signal.SIG_IGN)
     use_threads(threads)
+    keep_freed_memory()
     signals = StopSignals()
     signals.listens = False
     threading.Thread(target=_await_stop, args=(pipe, signals), daemon=True).start()
