@@ -27,7 +27,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from acmoe.errors import UserError
 from acmoe.ops.environment import INTERPRET, STORED, is_set
@@ -258,7 +258,7 @@ log_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _is_ordinary() -> bool:
     """Return True if the first kernel that supports a call serves it, and nobody asks why."""
     return not (
-        is_compiling()
+        is_dynamo_compiling()
         or _records
         or (_requested[-1] != "auto" if _requested else is_set(_ASKED))
         or _any_transform()
@@ -276,6 +276,11 @@ def transforming() -> bool:
     return not is_compiling() and (_any_transform() or forward_ad._current_level >= 0)
 
 
+def rewriting() -> bool:
+    """Return True while anything traces for a compiler, and where `transforming` returns True."""
+    return is_compiling() or _any_transform() or forward_ad._current_level >= 0
+
+
 def eager(*tensors: Tensor | None) -> bool:
     """Return True if a kernel may be launched right away, without a custom op around it.
 
@@ -284,11 +289,14 @@ def eager(*tensors: Tensor | None) -> bool:
     profilers, which show its name. It costs 40 to 80 us of the host. The caller must make sure that
     no gradient is recorded.
 
+    Of compilers it asks for Dynamo alone, which takes one call of Python instead of two: all others
+    trace tensors of other types, under dispatch modes.
+
     On a CPU profilers see the operators of PyTorch, and those in C by `record_function`: there the
     kernels that run are those that run without a profiler.
     """
     return (
-        not is_compiling()
+        not is_dynamo_compiling()
         and not _any_transform()
         and forward_ad._current_level < 0
         and _dispatch_modes() == 0

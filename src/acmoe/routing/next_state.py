@@ -133,7 +133,10 @@ class NextState(nn.Module):
         # check.
         if order is None or token_mask is not None:
             order = no_order(x)
-        return RoutingState(assignment, membership, scale, aux_loss, order, self._origin(x))
+        origin = state.origin
+        if origin.shape != self.next_router.origin_shape:  # else the layers are built alike
+            origin = self._origin(x)
+        return RoutingState(assignment, membership, scale, aux_loss, order, origin)
 
     def _without_clusters(
         self, x: Tensor, routing: Routing, state: RoutingState, aux_loss: Tensor, first_layer: bool
@@ -166,15 +169,14 @@ class NextState(nn.Module):
 
         first_T: (T,) the first cluster of each token, whose dispersion it enters.
         """
-        if self.statistics is None:
+        statistics = self.statistics
+        if statistics is None:
             ones_CD = torch.ones_like(state.scale)
             return ones_CD if chosen_C is None else ones_CD * up_to_last(chosen_C)[:, None]
         first = first_T if x.dim() == 2 else first_T.view(x.shape[:-1])
         mask = None if token_mask is None else token_mask.view(first.shape)
         with without_autocast(x):
-            return self.statistics.cluster_scale(
-                x, first, mask, slot, order=order, chosen_C=chosen_C
-            )
+            return statistics.cluster_scale(x, first, mask, slot, order=order, chosen_C=chosen_C)
 
     def _chosen(self, routing: Routing, assignment: Tensor, token_mask: Tensor | None) -> Tensor:
         """Return (C,) True for experts that a token chose.

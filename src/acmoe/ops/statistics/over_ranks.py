@@ -34,7 +34,7 @@ def world_size() -> int:
     Every training forward calls it. `is_initialized` reaches the default group through three Python
     functions; reading it where torch keeps it takes none.
     """
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         world = getattr(distributed_c10d, "_world", None)
         if getattr(world, "_default_pg", distributed_c10d) is None:
             return 1

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from acmoe.ops.checks import check_clusters, check_tokens
 from acmoe.ops.device_support import interpreting
@@ -128,7 +129,7 @@ def _added_on_cpu(pending: Pending | None) -> TypeGuard[Pending]:
     It may not add inside a backward, where activation checkpointing repeats a forward that was
     already counted (see `record_batch`).
     """
-    if pending is None or torch.compiler.is_compiling() or not pending[0].is_cpu:
+    if pending is None or is_dynamo_compiling() or not pending[0].is_cpu:
         return False
     for one in pending:
         if type(one) is not Tensor or one.dtype != torch.float32:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.ops.checks import has_values
-from acmoe.ops.dispatch import log_once, transforming
+from acmoe.ops.dispatch import log_once, rewriting, transforming
 from acmoe.ops.statistics.over_ranks import world_size
 from acmoe.ops.statistics.pending import capturing
 from acmoe.ops.statistics.running import update_average, update_average_and_scale
@@ -138,13 +138,12 @@ class RunningAverage(StepStatistics):
 
         In evaluation it is also None if `warn_if_empty` has not looked at this average.
         """
-        if not self.caches_scale:
-            return None
-        if self.scaled_from is not self.dispersion:
+        buffers = self._buffers  # an attribute would be a call of Python each time
+        if not self.caches_scale or self.scaled_from is not buffers["dispersion"]:
             return None
         version = self.version
         known = version == self.scaled_version and (self.training or version == self.looked)
-        return self.running_scale if known else None
+        return buffers["running_scale"] if known else None
 
     def evaluation_scale(self, assignment: Tensor) -> Tensor:
         """Return `average_scale`, after `warn_if_empty`.
@@ -210,14 +209,15 @@ class RunningAverage(StepStatistics):
     @property
     def caches_scale(self) -> bool:
         """Return True if `running_scale` may be reused: changes of the average can be detected."""
-        tracing = torch.compiler.is_compiling() or transforming()
-        return not (tracing or self.dispersion.is_inference())
+        dispersion = self._buffers["dispersion"]
+        return not (rewriting() or dispersion is None or dispersion.is_inference())
 
     @property
     def version(self) -> tuple[object, ...]:
         """Return a value that changes with everything that the running scale depends on."""
-        weight = self.weight
-        return self.dispersion._version, weight._version, id(weight), self.config
+        dispersion, weight = self._buffers["dispersion"], self._buffers["weight"]
+        assert dispersion is not None and weight is not None
+        return dispersion._version, weight._version, id(weight), self.config
 
     def update(self) -> None:
         """Update the running average, and its scale, with the recorded batches."""
