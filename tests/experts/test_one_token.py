@@ -14,7 +14,7 @@ from torch import Tensor
 
 from acmoe import MoE
 from acmoe.ops.dispatch import record_choices, use_backend
-from acmoe.ops.experts import ExpertWeights, cpu, expert_mlp
+from acmoe.ops.experts import ExpertWeights, by_expert, expert_mlp
 from acmoe.ops.sort import Rows, sort_rows
 
 pytestmark = pytest.mark.usefixtures("no_native_here")
@@ -130,9 +130,9 @@ def test_several_tokens_get_the_bits_of_the_definition(
     options: dict[str, Any] = {"activation": activation, "complete": True}
     assert kernel_of(*args, **options) == "cpu"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "MOST_ROWS", 0)  # a loop over experts, as in the definition
+        patch.setattr(by_expert, "MOST_EXPERTS", 0)  # a loop over experts
         found = expert_mlp(*args, **options)
-    assert torch.equal(found, expert_mlp.definition(*args, **options))
+        assert torch.equal(found, expert_mlp.definition(*args, **options))
     named = {name: one.double() for name, one in case[1]._asdict().items() if one is not None}
     gates = [list(row) for row in case[3].double()]
     wanted = layer(case[0].double(), ids_TK.tolist(), gates, named, activation)
@@ -142,7 +142,7 @@ def test_several_tokens_get_the_bits_of_the_definition(
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [2, 3, 16, 80])
-@pytest.mark.skipif(not cpu._has_grouped(), reason="torch has no grouped GEMM for CPUs")
+@pytest.mark.skipif(not by_expert.has_grouped_on_cpu(), reason="torch has no grouped GEMM for CPUs")
 def test_few_rows_of_small_experts_are_multiplied_in_one_call(
     tokens: int, bias: bool, activation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +159,7 @@ def test_few_rows_of_small_experts_are_multiplied_in_one_call(
 
     grouped_mm = torch.nn.functional.grouped_mm
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
-    monkeypatch.setattr(cpu, "chooses_onednn", lambda x: False)
+    monkeypatch.setattr(by_expert, "chooses_onednn", lambda x: False)
     found = expert_mlp(x, weights, rows, gate, activation=activation, complete=True)
     assert len(calls) == 2
     named = {name: one.double() for name, one in weights._asdict().items() if one is not None}

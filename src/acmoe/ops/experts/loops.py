@@ -20,13 +20,6 @@ from acmoe.ops.experts.products import (
 Call = tuple[Callable[..., object], Tensor, Tensor, Tensor]  # a function, two factors and `out`
 
 
-def by_expert(
-    x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor, bias_EO: Tensor | None = None
-) -> Tensor:
-    """Return (N, O): each row times the weight of its expert, plus its expert's bias."""
-    return by_sizes(x_NI, weight_EOI, rows_per_expert(offsets_E, x_NI.shape[0]), bias_EO)
-
-
 def by_sizes(
     x_NI: Tensor,
     weight_EOI: Tensor,
@@ -34,9 +27,10 @@ def by_sizes(
     bias_EO: Tensor | None,
     expert_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute `by_expert` from `rows_per_expert`.
+    """Return (N, O): each row times the weight of its expert, plus its expert's bias.
 
-    expert_N: the expert of each row, if the caller has it and every row has one.
+    sizes: `rows_per_expert`. expert_N: the expert of each row, if the caller has it and every row
+    has one.
     """
     vectors = as_vectors(x_NI, weight_EOI, max(sizes[:-1], default=0))
     weight_EOI = weight_EOI if vectors else laid_out(weight_EOI, x_NI.shape[0])
@@ -86,15 +80,11 @@ def _calls(
 def _added_to_bias(
     x_NI: Tensor, weight_EOI: Tensor, sizes: list[int], bias_EO: Tensor, expert_N: Tensor | None
 ) -> Tensor:
-    """Compute `by_expert` on a CPU: products that BLAS adds to rows which hold the bias.
+    """Compute `by_sizes` on a CPU: products that BLAS adds to rows which hold the bias.
 
     At nano this takes a fifth less than products and then an addition for each expert.
     """
-    if expert_N is None:
-        repeated = np.arange(len(sizes)).repeat(sizes)
-        if sizes[-1]:
-            repeated[-sizes[-1] :] = 0  # rows of no expert: any bias, overwritten below
-        expert_N = torch.from_numpy(repeated)
+    expert_N = expert_of_rows(sizes) if expert_N is None else expert_N
     out_NO = bias_EO.detach().index_select(0, expert_N)
     inputs, outputs = x_NI.split_with_sizes(sizes), out_NO.split_with_sizes(sizes)
     weights = weight_EOI.mT.unbind()
@@ -111,7 +101,7 @@ def _added_to_bias(
 def _vectors_by_expert(
     x_NI: Tensor, weight_EOI: Tensor, sizes: list[int], out_NO: Tensor, bias_EO: Tensor | None
 ) -> None:
-    """Write the results of `by_expert` to `out_NO`, by a matrix-vector product for each row.
+    """Write the results of `by_sizes` to `out_NO`, by a matrix-vector product for each row.
 
     Most experts have no rows here: taking all weights apart would take longer than indexing a few.
     """
@@ -137,10 +127,17 @@ def rows_per_expert(offsets_E: Tensor, num_rows: int) -> list[int]:
     return [end - start for start, end in zip([0, *ends], [*ends, num_rows], strict=True)]
 
 
-def outer_by_expert(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
+def expert_of_rows(sizes: list[int]) -> Tensor:
+    """Return (N,) the expert of each row on a CPU, and expert 0 for rows that belong to none."""
+    repeated = np.arange(len(sizes)).repeat(sizes)
+    if sizes[-1]:
+        repeated[-sizes[-1] :] = 0
+    return torch.from_numpy(repeated)
+
+
+def outer_by_sizes(grad_NO: Tensor, x_NI: Tensor, sizes: list[int]) -> Tensor:
     """Return the (E, O, I) weight gradient: grad^T @ x over the rows of each expert."""
-    out_EOI = x_NI.new_empty(offsets_E.shape[0], grad_NO.shape[1], x_NI.shape[1])
-    sizes = rows_per_expert(offsets_E, x_NI.shape[0])
+    out_EOI = x_NI.new_empty(len(sizes) - 1, grad_NO.shape[1], x_NI.shape[1])
     grads, inputs = grad_NO.split_with_sizes(sizes), x_NI.split_with_sizes(sizes)
     for rows, grad_rO, x_rI, out_OI in zip(sizes, grads, inputs, out_EOI.unbind(), strict=False):
         if rows:
