@@ -1,9 +1,10 @@
-"""The experts on a CPU without gradients: the definition, in fewer calls.
+"""The experts on a CPU: the definition, in fewer calls.
 
 The definition asks at each of its steps whether somebody traces the call, casts or differentiates
 it. A small layer takes as long to answer as to multiply: this kernel asks once, and then makes the
-products of the definition, with the same bits. A single token has its own form (one_token.py).
-docs/performance/cpu.md has the times.
+products of the definition, with the same bits. With gradients it records one autograd function
+(cpu_gradient.py). A single token has its own form (one_token.py). docs/performance/cpu.md has the
+times.
 
 T tokens, K experts per token, N = T * K rows, D features, F hidden units, W = F (or 2F for swiglu).
 """
@@ -14,6 +15,7 @@ from torch import Tensor
 from acmoe.ops.dispatch import eager
 from acmoe.ops.experts.bags import sum_of_choices
 from acmoe.ops.experts.by_expert import by_expert
+from acmoe.ops.experts.cpu_gradient import expert_mlp_with_gradient
 from acmoe.ops.experts.one_token import expert_mlp_of_one_token
 from acmoe.ops.experts.reference import ExpertWeights, activated, tokens_of
 from acmoe.ops.grad_mode import records_gradient
@@ -37,12 +39,12 @@ def unsupported(
             return "it takes tokens, weights and gates of one dtype"
     if torch.is_autocast_enabled("cpu"):
         return "under autocast its products would be narrow"
-    if dropout > 0 or records_gradient(x, *weights, gate):
-        return "it has no gradient and no dropout"
+    if dropout > 0:
+        return "it has no dropout"
     return None
 
 
-def expert_mlp_without_gradient(
+def expert_mlp_in_few_calls(
     x: Tensor,
     weights: ExpertWeights,
     rows: Rows,
@@ -53,6 +55,8 @@ def expert_mlp_without_gradient(
     complete: bool = False,
 ) -> Tensor:
     """Compute `expert_mlp`, (T, D). `unsupported` has refused dropout and incomplete rows."""
+    if records_gradient(x, *weights, gate):
+        return expert_mlp_with_gradient(x, weights, rows, gate, activation)
     if x.shape[0] == 1:
         return expert_mlp_of_one_token(x, weights, rows, gate, activation=activation)
     x_ND = x.index_select(0, tokens_of(rows.permutation, gate.shape[1]))

@@ -6,6 +6,8 @@ loop whose bounds depend on data. There are no atomics, so equal inputs give equ
 N rows, I features in, O features out, E experts.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from acmoe.ops.precision import autocast_dtype
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
-def _sum_by_expert(grad_NO: Tensor, offsets_E: Tensor) -> Tensor:
+def sum_by_expert(grad_NO: Tensor, offsets_E: Tensor) -> Tensor:
     """Return the (E, O) bias gradient: the sum of each expert's rows.
 
     It has the bits of `reference.linear`, which multiplies by a one-hot matrix: a recomputed block
@@ -71,6 +73,19 @@ def _(info, in_dims, *batched):  # type: ignore[no-untyped-def]
     return torch.stack([_grouped_outer(*one) for one in zip(*given, strict=True)]), 0
 
 
+def like_weight(
+    outer: Callable[[Tensor, Tensor, Tensor], Tensor],
+    grad_NO: Tensor,
+    x_NI: Tensor,
+    offsets_E: Tensor,
+    weight_EOI: Tensor,
+) -> Tensor:
+    """Return the (E, O, I) gradient of a weight, laid out in memory as the weight is."""
+    if weight_EOI.stride(-1) == 1:
+        return outer(grad_NO, x_NI, offsets_E)
+    return outer(x_NI, grad_NO, offsets_E).mT  # of a transposed view
+
+
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs)
 
@@ -81,10 +96,8 @@ def _backward(ctx, grad_NO):  # type: ignore[no-untyped-def]
     grad_x = grad_weight = None
     if ctx.needs_input_grad[0]:
         grad_x = _grouped_linear(grad_NO, weight_EOI.mT, offsets_E)
-    if ctx.needs_input_grad[1] and weight_EOI.stride(-1) == 1:
-        grad_weight = _grouped_outer(grad_NO, x_NI, offsets_E)
-    elif ctx.needs_input_grad[1]:  # a transposed view: its gradient has the layout of its memory
-        grad_weight = _grouped_outer(x_NI, grad_NO, offsets_E).mT
+    if ctx.needs_input_grad[1]:
+        grad_weight = like_weight(_grouped_outer, grad_NO, x_NI, offsets_E, weight_EOI)
     return grad_x, grad_weight, None
 
 
@@ -133,18 +146,15 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_NO):  # type: ignore[no-untyped-def]
         x_NI, weight_EOI, offsets_E = ctx.saved_tensors
-        custom = _batched(grad_NO)
-        linear, outer = (_grouped_linear, _grouped_outer) if custom else (_linear, _outer)
+        linear, outer = products_for(grad_NO)
         grad_NO = grad_NO.contiguous()
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_x = linear(grad_NO, weight_EOI.mT, offsets_E)
-        if ctx.needs_input_grad[1] and weight_EOI.stride(-1) == 1:
-            grad_weight = outer(grad_NO, x_NI, offsets_E)
-        elif ctx.needs_input_grad[1]:  # as in `_backward`
-            grad_weight = outer(x_NI, grad_NO, offsets_E).mT
+        if ctx.needs_input_grad[1]:
+            grad_weight = like_weight(outer, grad_NO, x_NI, offsets_E, weight_EOI)
         if ctx.needs_input_grad[3]:
-            grad_bias = _sum_by_expert(grad_NO, offsets_E)
+            grad_bias = sum_by_expert(grad_NO, offsets_E)
         return grad_x, grad_weight, None, grad_bias
 
 
@@ -178,7 +188,7 @@ def _direct(x: Tensor, *others: Tensor) -> bool:
     return not x.is_meta and eager(x, *others)
 
 
-def _batched(grad: Tensor) -> bool:
+def is_batched(grad: Tensor) -> bool:
     """Return True for a gradient of `is_grads_batched=True`.
 
     torch calls a custom op for each gradient of the batch. It has no batching rule for products
@@ -186,6 +196,14 @@ def _batched(grad: Tensor) -> bool:
     trace the question.
     """
     return not is_compiling() and torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
+def products_for(grad: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return the products by weights, and of weights' gradients, for a backward with this gradient.
+
+    Both take gradients of any form, and are recorded where gradients are.
+    """
+    return (_grouped_linear, _grouped_outer) if is_batched(grad) else (_linear, _outer)
 
 
 def adds_bias(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor) -> bool:

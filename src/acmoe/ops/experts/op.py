@@ -2,7 +2,7 @@
 
 triton       gather, GEMMs, activation, gate and combine as fused kernels (autograd.py)
 native       few rows of small experts without gradients, in C (native.py)
-cpu          without gradients: the definition in fewer calls (cpu.py, one_token.py)
+cpu          the definition in fewer calls (cpu.py, cpu_gradient.py, one_token.py)
 grouped_mm   the definition, with torch's grouped GEMM
 sonicmoe     the SonicMoE package, if it is installed and requested by name
 """
@@ -52,7 +52,7 @@ def _expert_mlp_triton(
 
 
 expert_mlp.register("native", unsupported=native.unsupported)(native.expert_mlp_in_c)
-expert_mlp.register("cpu", unsupported=cpu.unsupported)(cpu.expert_mlp_without_gradient)
+expert_mlp.register("cpu", unsupported=cpu.unsupported)(cpu.expert_mlp_in_few_calls)
 
 
 def _grouped_unsupported(x: Tensor, weights: ExpertWeights, gate: Tensor) -> str | None:

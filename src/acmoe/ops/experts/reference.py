@@ -78,7 +78,20 @@ def expert_mlp_with(
     dropout: float,
 ) -> Tensor:
     """Compute `expert_mlp` with the given grouped GEMM."""
-    h_NF = linear(gemm, dispatch(x_TD, rows), weights.up, weights.up_bias, rows)
+    return experts_of_rows(gemm, dispatch(x_TD, rows), weights, rows, gate_TK, activation, dropout)
+
+
+def experts_of_rows(
+    gemm: GroupedGemm,
+    x_ND: Tensor,
+    weights: ExpertWeights,
+    rows: Rows,
+    gate_TK: Tensor,
+    activation: str,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Compute `expert_mlp` from the result of `dispatch`."""
+    h_NF = linear(gemm, x_ND, weights.up, weights.up_bias, rows)
     h_NF = activated(h_NF, activation)
     if dropout > 0:  # with dynamic=True torch.compile has a symbol here, which F.dropout refuses
         h_NF = F.dropout(h_NF, dropout)

@@ -1,0 +1,147 @@
+"""The experts on a CPU with gradients: one autograd function instead of four.
+
+It makes the calls of the definition and of its gradients, with the same bits. A small layer takes
+longer to record five functions, and to answer at each of them whether somebody traces the call,
+than to multiply. Rows are gathered outside of it, so that x may change in place afterwards, as with
+the definition.
+
+T tokens, K experts per token, N = T * K rows, D features, F hidden units, W = F (or 2F for swiglu),
+E experts.
+"""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812, the customary name
+
+from acmoe.ops.dispatch import eager
+from acmoe.ops.experts.bags import sum_of_choices
+from acmoe.ops.experts.by_expert import by_expert, outer_by_expert
+from acmoe.ops.experts.grouped import (
+    grouped_linear,
+    is_batched,
+    like_weight,
+    products_for,
+    sum_by_expert,
+)
+from acmoe.ops.experts.reference import (
+    ExpertWeights,
+    activated,
+    dispatch,
+    experts_of_rows,
+    tokens_of,
+)
+from acmoe.ops.once import apply, as_saved
+from acmoe.ops.sort.reference import Rows
+
+
+def expert_mlp_with_gradient(
+    x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, activation: str
+) -> Tensor:
+    """Compute `expert_mlp`, (T, D), for rows that all have an expert, without dropout."""
+    found: Tensor = apply(_Experts, dispatch(x, rows), gate, *weights, rows, activation)
+    return found
+
+
+class _Saved(NamedTuple):
+    """What the backward reads."""
+
+    x: Tensor  # (N, D)
+    gate: Tensor  # (T, K)
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    before: Tensor | None  # (N, W) hidden units before the activation; relu does without
+    hidden: Tensor  # (N, F)
+    y: Tensor  # (N, D)
+    permutation: Tensor  # and the other fields of `Rows`
+    inverse: Tensor
+    offsets: Tensor
+    expert: Tensor
+    order: Tensor
+
+
+class _Experts(torch.autograd.Function):
+    """From gathered rows to the sum over each token's experts."""
+
+    @staticmethod
+    def forward(ctx, x, gate, up, down, up_bias, down_bias, rows, activation):  # type: ignore[no-untyped-def]
+        before_NW = by_expert(x, up, rows.offsets, up_bias, rows.expert)
+        hidden_NF = activated(before_NW, activation)
+        y_ND = by_expert(hidden_NF, down, rows.offsets, down_bias, rows.expert)
+        ctx.activation = activation
+        before = None if activation == "relu" else before_NW
+        ctx.save_for_backward(
+            *(x, gate, up, down, up_bias, down_bias, before, hidden_NF, y_ND),
+            *rows,
+        )
+        return sum_of_choices(y_ND, rows.inverse, gate)
+
+    @staticmethod
+    def backward(ctx, grad_TD):  # type: ignore[no-untyped-def]
+        saved = _Saved(*ctx.saved_tensors)
+        needed = ctx.needs_input_grad[:6]
+        run = _by_definition if torch.is_grad_enabled() else _gradients
+        return *run(saved, needed, grad_TD, ctx.activation), None, None
+
+
+def _gradients(
+    given: _Saved, needed: tuple[bool, ...], grad_TD: Tensor, activation: str
+) -> list[Tensor | None]:
+    """Return the gradients of the first six fields, None where none is needed."""
+    # up and down may be transposed views, which the products take.
+    saved = _Saved(*(*as_saved(given[:2]), *given[2:4], *as_saved(given[4:])))
+    found: list[Tensor | None] = [None] * 6
+    offsets_E, top_k = saved.offsets, saved.gate.shape[1]
+    linear, outer = by_expert, outer_by_expert
+    if is_batched(grad_TD) or not eager(grad_TD, *given):
+        linear, outer = products_for(grad_TD)
+    grad_ND = grad_TD.index_select(0, tokens_of(saved.permutation, top_k))
+    if needed[1]:
+        of_rows_N = (grad_ND * saved.y).sum(-1)
+        found[1] = of_rows_N.index_select(0, saved.inverse).view(saved.gate.shape)
+    if not any((needed[0], *needed[2:])):
+        return found
+    grad_ND.mul_(saved.gate.reshape(-1).index_select(0, saved.permutation)[:, None])
+    if needed[3]:
+        found[3] = like_weight(outer, grad_ND, saved.hidden, offsets_E, saved.down)
+    if needed[5]:
+        found[5] = sum_by_expert(grad_ND, offsets_E)
+    if not (needed[0] or needed[2] or needed[4]):
+        return found
+    grad_NF = linear(grad_ND, saved.down.mT, offsets_E)
+    grad_NW = _through_activation(grad_NF, saved, activation)
+    if needed[2]:
+        found[2] = like_weight(outer, grad_NW, saved.x, offsets_E, saved.up)
+    if needed[4]:
+        found[4] = sum_by_expert(grad_NW, offsets_E)
+    if needed[0]:
+        found[0] = linear(grad_NW, saved.up.mT, offsets_E)
+    return found
+
+
+def _through_activation(grad_NF: Tensor, saved: _Saved, activation: str) -> Tensor:
+    """Return the gradient (N, W) of the hidden units before the activation."""
+    if saved.before is None:
+        return cast(Tensor, torch.ops.aten.threshold_backward(grad_NF, saved.hidden, 0))
+    if activation == "gelu":
+        return cast(Tensor, torch.ops.aten.gelu_backward(grad_NF, saved.before))
+    gate_NF, up_NF = saved.before.chunk(2, dim=-1)
+    of_gate_NF = torch.ops.aten.silu_backward(grad_NF * up_NF, gate_NF)
+    return torch.cat([of_gate_NF, grad_NF * F.silu(gate_NF)], dim=-1)
+
+
+def _by_definition(
+    saved: _Saved, needed: tuple[bool, ...], grad_TD: Tensor, activation: str
+) -> list[Tensor | None]:
+    """Compute `_gradients` for those who differentiate them in turn."""
+    leaves: list[Any] = [one for one, wanted in zip(saved[:6], needed, strict=True) if wanted]
+    records = torch.is_grad_enabled()
+    with torch.enable_grad():
+        weights = ExpertWeights(saved.up, saved.down, saved.up_bias, saved.down_bias)
+        rows = Rows(*saved[-5:])
+        y_TD = experts_of_rows(grouped_linear, saved.x, weights, rows, saved.gate, activation)
+        grads = iter(torch.autograd.grad(y_TD, leaves, grad_TD, create_graph=records))
+    return [next(grads) if wanted else None for wanted in needed]

@@ -1,0 +1,161 @@
+"""The experts with gradients on a CPU: one autograd function, with the bits of the definition."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from layer_loops import layer
+from torch import Tensor
+
+from acmoe.ops.dispatch import record_choices
+from acmoe.ops.experts import ExpertWeights, expert_mlp
+from acmoe.ops.sort import Rows, sort_rows
+
+Call = tuple[list[Tensor], Rows, list[list[int]]]  # leaves, rows, ids of each token's experts
+ACTIVATIONS = ["relu", "gelu", "swiglu"]
+
+
+def call(
+    activation: str,
+    *,
+    bias: bool = True,
+    tokens: int = 7,
+    dim: int = 5,
+    hidden: int = 4,
+    experts: int = 4,
+    top_k: int = 2,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Call:
+    """Return x, gate, up, down and, if any, their biases, and where the rows go."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+
+    width = 2 * hidden if activation == "swiglu" else hidden
+    leaves = [normal(tokens, dim), normal(tokens, top_k).softmax(-1)]
+    leaves += [normal(experts, width, dim), normal(experts, dim, hidden)]
+    leaves += [normal(experts, width), normal(experts, dim)] if bias else []
+    ids_TK = torch.randn(tokens, experts, generator=generator).topk(top_k).indices
+    return leaves, sort_rows(ids_TK, experts), ids_TK.tolist()
+
+
+def run(leaves: list[Tensor], rows: Rows, activation: str, *, kernel: str = "cpu") -> Tensor:
+    x, gate, up, down, *biases = leaves
+    up_bias, down_bias = biases or (None, None)
+    weights = ExpertWeights(up, down, up_bias, down_bias)
+    if kernel == "torch":
+        return expert_mlp.definition(x, weights, rows, gate, activation=activation)
+    with record_choices() as choices:
+        found = expert_mlp(x, weights, rows, gate, activation=activation, complete=True)
+    assert choices[0].kernel == kernel
+    return found
+
+
+@given(
+    tokens=st.integers(1, 20),
+    dim=st.integers(1, 20),
+    hidden=st.integers(1, 20),
+    experts=st.integers(1, 9),
+    top_k=st.integers(1, 4),
+    activation=st.sampled_from(ACTIVATIONS),
+    bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 99),
+)
+def test_the_gradients_are_those_of_a_loop_over_tokens(
+    activation: str, experts: int, top_k: int, dtype: torch.dtype, seed: int, **sizes: Any
+) -> None:
+    sizes |= {"experts": experts, "top_k": min(top_k, experts), "seed": seed}
+    leaves, rows, ids = call(activation, dtype=dtype, **sizes)
+    upstream = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(seed + 1))
+    leaves = [one.requires_grad_() for one in leaves]
+    y = run(leaves, rows, activation)
+    found = torch.autograd.grad(y, leaves, upstream.to(dtype))
+    wide = [one.detach().double().requires_grad_() for one in leaves]
+    names = ("up", "down", "up_bias", "down_bias")
+    named = dict(zip(names, wide[2:], strict=False))
+    expected = layer(wide[0], ids, [list(row) for row in wide[1]], named, activation)
+    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(y.double(), expected, **close)
+    wanted = torch.autograd.grad(expected, wide, upstream.double())
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, **close)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_any_part_of_the_inputs_may_be_trained(activation: str, bias: bool) -> None:
+    sizes = {"tokens": 24, "dim": 16, "hidden": 8}  # rows that torch's grouped GEMM takes
+    leaves, rows, _ = call(activation, bias=bias, dtype=torch.float32, **sizes)
+    for trained in ([0], [1], [2], [3], [0, 1], [1, 3], list(range(len(leaves))), [-1]):
+        given = [one.detach().clone() for one in leaves]
+        learned = [given[place].requires_grad_() for place in trained]
+        results = []
+        for kernel in ("cpu", "torch"):
+            y = run(given, rows, activation, kernel=kernel)
+            results.append((y, *torch.autograd.grad(y.square().sum(), learned)))
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_second_derivatives(activation: str) -> None:
+    leaves, rows, _ = call(activation, tokens=3, dim=3, hidden=2, experts=3)
+    inputs = tuple(one.requires_grad_() for one in leaves)
+    assert torch.autograd.gradcheck(lambda *given: run(list(given), rows, activation), inputs)
+    assert torch.autograd.gradgradcheck(lambda *given: run(list(given), rows, activation), inputs)
+
+
+def test_the_gradient_of_a_transposed_view_lies_as_its_memory_does() -> None:
+    leaves, rows, _ = call("swiglu", dim=8, hidden=16, dtype=torch.float32)
+    stored = [one.mT.contiguous().requires_grad_() for one in leaves[2:4]]
+    views = [one.mT for one in stored]
+    y = run([*leaves[:2], *views, *leaves[4:]], rows, "swiglu")
+    found = torch.autograd.grad(y.square().sum(), [*views, *stored])
+    assert all(one.stride() == view.stride() for one, view in zip(found, views, strict=False))
+    plain = [one.detach().requires_grad_() for one in leaves[2:4]]
+    y = run([*leaves[:2], *plain, *leaves[4:]], rows, "swiglu")
+    for one, other in zip(found[:2], torch.autograd.grad(y.square().sum(), plain), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_tokens_may_change_in_place_before_the_backward() -> None:
+    leaves, rows, _ = call("relu")
+    learned = [one.requires_grad_() for one in leaves[1:]]
+    wanted = torch.autograd.grad(run([leaves[0], *learned], rows, "relu").sum(), learned)
+    x = leaves[0].clone()
+    y = run([x, *learned], rows, "relu")
+    x.add_(y.detach())  # a residual
+    for one, other in zip(torch.autograd.grad(y.sum(), learned), wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_saved_tensors_may_come_back_with_other_strides() -> None:
+    leaves, rows, _ = call("gelu", tokens=12, dim=8, hidden=8, dtype=torch.float32)
+    inputs = [one.requires_grad_() for one in leaves]
+    wanted = torch.autograd.grad(run(inputs, rows, "gelu").sum(), inputs)
+
+    def spread(one: Tensor) -> Tensor:
+        wide = one.new_zeros(*one.shape, 2)
+        wide[..., 0] = one.detach()
+        return wide[..., 0]
+
+    with torch.autograd.graph.saved_tensors_hooks(spread, lambda one: one):
+        y = run(inputs, rows, "gelu")
+    for one, other in zip(torch.autograd.grad(y.sum(), inputs), wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
+def test_compiled_autograd_traces_the_backward_as_one_graph() -> None:
+    leaves, rows, _ = call("swiglu")
+    inputs = [one.requires_grad_() for one in leaves]
+    y = run(inputs, rows, "swiglu").square().sum()
+    wanted = torch.autograd.grad(y, inputs, retain_graph=True)
+    compiler = torch.compile(backend="aot_eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        found = torch.autograd.grad(y, inputs)
+    torch.testing.assert_close(found, wanted)
