@@ -60,7 +60,8 @@ def expert_mlp_in_few_calls(
     if x.shape[0] == 1:
         return expert_mlp_of_one_token(x, weights, rows, gate, activation=activation)
     x_ND = x.index_select(0, tokens_of(rows.permutation, gate.shape[1]))
-    h_NW = by_expert(x_ND, weights.up, rows.offsets, weights.up_bias, rows.expert)
+    offsets_E = rows.offsets.to(torch.int32)  # once: torch's grouped GEMM reads int32
+    h_NW = by_expert(x_ND, weights.up, offsets_E, weights.up_bias, rows.expert)
     h_NF = activated(h_NW, activation)
-    y_ND = by_expert(h_NF, weights.down, rows.offsets, weights.down_bias, rows.expert)
+    y_ND = by_expert(h_NF, weights.down, offsets_E, weights.down_bias, rows.expert)
     return sum_of_choices(y_ND, rows.inverse, gate)

@@ -1,14 +1,15 @@
-"""The experts on a CPU with gradients: one autograd function instead of four.
+"""The experts on a CPU with gradients: one autograd function instead of five.
 
-It makes the calls of the definition and of its gradients, with the same bits. A small layer takes
-longer to record five functions, and to answer at each of them whether somebody traces the call,
-than to multiply. Rows are gathered outside of it, so that x may change in place afterwards, as with
-the definition.
+It makes the products of the definition and of its gradients, with the same bits; the gradients of
+biases are summed in another order. A small layer takes longer to record five functions, and to
+answer at each of them whether somebody traces the call, than to multiply. Rows are gathered outside
+of it, so that x may change in place afterwards, as with the definition.
 
 T tokens, K experts per token, N = T * K rows, D features, F hidden units, W = F (or 2F for swiglu),
 E experts.
 """
 
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -68,6 +69,8 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gate, up, down, up_bias, down_bias, rows, activation):  # type: ignore[no-untyped-def]
+        # Converted once: torch's grouped GEMM reads int32.
+        rows = rows._replace(offsets=rows.offsets.to(torch.int32))
         before_NW = by_expert(x, up, rows.offsets, up_bias, rows.expert)
         hidden_NF = activated(before_NW, activation)
         y_ND = by_expert(hidden_NF, down, rows.offsets, down_bias, rows.expert)
@@ -95,9 +98,10 @@ def _gradients(
     saved = _Saved(*(*as_saved(given[:2]), *given[2:4], *as_saved(given[4:])))
     found: list[Tensor | None] = [None] * 6
     offsets_E, top_k = saved.offsets, saved.gate.shape[1]
-    linear, outer = by_expert, outer_by_expert
+    linear, outer, summed = by_expert, outer_by_expert, partial(_sum_of_rows, saved)
     if is_batched(grad_TD) or not eager(grad_TD, *given):
         linear, outer = products_for(grad_TD)
+        summed = partial(sum_by_expert, offsets_E=offsets_E)
     grad_ND = grad_TD.index_select(0, tokens_of(saved.permutation, top_k))
     if needed[1]:
         of_rows_N = (grad_ND * saved.y).sum(-1)
@@ -108,7 +112,7 @@ def _gradients(
     if needed[3]:
         found[3] = like_weight(outer, grad_ND, saved.hidden, offsets_E, saved.down)
     if needed[5]:
-        found[5] = sum_by_expert(grad_ND, offsets_E)
+        found[5] = summed(grad_ND)
     if not (needed[0] or needed[2] or needed[4]):
         return found
     grad_NF = linear(grad_ND, saved.down.mT, offsets_E)
@@ -116,10 +120,16 @@ def _gradients(
     if needed[2]:
         found[2] = like_weight(outer, grad_NW, saved.x, offsets_E, saved.up)
     if needed[4]:
-        found[4] = sum_by_expert(grad_NW, offsets_E)
+        found[4] = summed(grad_NW)
     if needed[0]:
         found[0] = linear(grad_NW, saved.up.mT, offsets_E)
     return found
+
+
+def _sum_of_rows(saved: _Saved, grad_NO: Tensor) -> Tensor:
+    """Return (E, O): the sum of each expert's rows, added one after the other."""
+    sums_EO = grad_NO.new_zeros(saved.up.shape[0], grad_NO.shape[1])
+    return sums_EO.index_add_(0, saved.expert, grad_NO)
 
 
 def _through_activation(grad_NF: Tensor, saved: _Saved, activation: str) -> Tensor:
