@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from acmoe.errors import UserError
-from acmoe.ops.environment import INTERPRET, STORED, is_set
+from acmoe.ops.environment import BACKEND, INTERPRET, STORED
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -260,7 +260,7 @@ def _is_ordinary() -> bool:
     return not (
         is_dynamo_compiling()
         or _records
-        or (_requested[-1] != "auto" if _requested else is_set(_ASKED))
+        or (_requested[-1] != "auto" if _requested else BACKEND in STORED)
         or _any_transform()
         or forward_ad._current_level >= 0
     )

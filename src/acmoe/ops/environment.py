@@ -10,7 +10,7 @@ from typing import Any
 STORED: Any = getattr(os.environ, "_data", os.environ)
 _encoded: Any = getattr(os.environ, "encodekey", str) if STORED is not os.environ else str
 _NAMES = {name: _encoded(name) for name in ("ACMOE_BACKEND", "ACMOE_GLUON", "TRITON_INTERPRET")}
-INTERPRET = _NAMES["TRITON_INTERPRET"]  # its name in STORED
+INTERPRET, BACKEND = _NAMES["TRITON_INTERPRET"], _NAMES["ACMOE_BACKEND"]  # their names in STORED
 
 
 def is_set(name: str) -> bool:

@@ -114,7 +114,9 @@ class RunningAverage(StepStatistics):
     def batches(self) -> tuple[Tensor, Tensor]:
         """Return the means (C, D) and counts (C,) that a training forward adds its batch to."""
         if world_size() == 1:
-            return self.last_dispersion, self.last_count
+            means, counts = self._buffers["last_dispersion"], self._buffers["last_count"]
+            assert means is not None and counts is not None
+            return means, counts
         return self.pending_buffer("last_dispersion"), self.pending_buffer("last_count")
 
     def average_scale(self) -> Tensor:
