@@ -171,7 +171,7 @@ _NOT_SEPARABLE = "its kernel scales each cluster by itself; these options compar
 def _scale_not_native(
     x: Tensor, assignment: Tensor, options: ScaleOptions, measure: str, token_mask: Tensor | None
 ) -> str | None:
-    if not options.separable or options.mean_over != "all":
+    if not options.is_separable() or options.mean_over != "all":
         return _NOT_SEPARABLE
     return native.unsupported(x, assignment, measure, token_mask)
 
@@ -179,7 +179,7 @@ def _scale_not_native(
 def _scale_not_on_cpu(
     x: Tensor, assignment: Tensor, options: ScaleOptions, measure: str, token_mask: Tensor | None
 ) -> str | None:
-    if not options.separable or options.mean_over != "all":
+    if not options.is_separable() or options.mean_over != "all":
         return _NOT_SEPARABLE
     return _dispersion_not_on_cpu(x, assignment, measure, token_mask)
 

@@ -79,7 +79,7 @@ def _average_and_scale_unsupported(
     scale_CX: Tensor,
     options: ScaleOptions,
 ) -> str | None:
-    if not options.separable:
+    if not options.is_separable():
         return "its kernel scales each cluster by itself; these options compare clusters"
     if scale_CX.dtype != torch.float32 or not scale_CX.is_contiguous():
         return "its kernel takes contiguous float32 averages"

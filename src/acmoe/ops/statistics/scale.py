@@ -133,9 +133,11 @@ class ScaleOptions(NamedTuple):
     chosen: Tensor | None = None
     mean_before_clamp: bool = False
 
-    @property
-    def separable(self) -> bool:
-        """Return True if a cluster's scale is 1/s over its mean, independent of other clusters."""
+    def is_separable(self) -> bool:
+        """Return True if a cluster's scale is 1/s over its mean, independent of other clusters.
+
+        It is no property: Dynamo of torch 2.10 traces none of a tuple that holds a symbol.
+        """
         plain = self.strength is None and self.clamp is None and self.normalize == "cluster"
         return plain and self.transform is None
 
