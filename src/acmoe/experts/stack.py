@@ -189,7 +189,8 @@ def _step(
 
     def step(x: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         state = RoutingState(*tensors) if tensors else None
-        if isinstance(inner := getattr(module, COMPILED, module), AnyMoE | MoEStack):
+        # A tuple: Dynamo of torch 2.10 traces no union.
+        if isinstance(inner := getattr(module, COMPILED, module), (MoE, SoftMoE, MoEStack)):
             more = block_arguments if isinstance(inner, MoEStack) else {}
             y, state = module(x, state, **arguments, **more)
         else:
@@ -256,7 +257,7 @@ def _call_compiled(
 
 def layers_inside(block: nn.Module) -> tuple[list[MoEFFN], bool]:
     """Return the `MoEFFN`s of a block, and True if a part of the block is compiled by itself."""
-    if isinstance(block, AnyMoE | MoEStack):
+    if isinstance(block, (MoE, SoftMoE, MoEStack)):
         raise UserError(
             f"{type(block).__name__} inside a block of an MoEStack would not get the routing "
             "state; wrap an acmoe.MoE in acmoe.MoEFFN, and make a stack a module of the stack"
