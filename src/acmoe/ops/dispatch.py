@@ -277,7 +277,7 @@ def transforming() -> bool:
 
 
 def rewriting() -> bool:
-    """Return True while anything traces for a compiler, and where `transforming` returns True."""
+    """Return True while a compiler traces the call, or if `transforming` does."""
     return is_compiling() or _any_transform() or forward_ad._current_level >= 0
 
 

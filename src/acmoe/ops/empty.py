@@ -8,11 +8,16 @@ from acmoe.ops.dispatch import eager
 _made: dict[tuple[object, ...], Tensor] = {}
 
 
-def no_elements(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
+def no_elements(
+    shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, *, known: Tensor | None = None
+) -> Tensor:
     """Return an empty tensor of this shape, which has a 0, on the device of `like`.
 
     Nothing can be written to it, so that eager calls share one: making it takes 3 us and more.
+    known: an empty tensor of this dtype, which is returned if it has the shape and the device.
     """
+    if known is not None and known.shape == shape and known.device == like.device:
+        return known
     if not eager(like):
         return _new(shape, dtype, like.device)
     return shared_empty(shape, dtype, like.device)

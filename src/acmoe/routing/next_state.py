@@ -133,10 +133,7 @@ class NextState(nn.Module):
         # check.
         if order is None or token_mask is not None:
             order = no_order(x)
-        origin = state.origin
-        if origin.shape != self.next_router.origin_shape:  # else the layers are built alike
-            origin = self._origin(x)
-        return RoutingState(assignment, membership, scale, aux_loss, order, origin)
+        return RoutingState(assignment, membership, scale, aux_loss, order, self._origin(x, state))
 
     def _without_clusters(
         self, x: Tensor, routing: Routing, state: RoutingState, aux_loss: Tensor, first_layer: bool
@@ -145,15 +142,15 @@ class NextState(nn.Module):
         if holds_nothing(state.origin):
             return RoutingState(*state[:3], aux_loss, *state[4:])
         if first_layer and state.assignment.shape[1] == 1:
-            return RoutingState(*state[:3], aux_loss, state.order, self._origin(x))
+            return RoutingState(*state[:3], aux_loss, state.order, self._origin(x, state))
         assignment, membership = no_cluster(
             routing.affinity.shape[0], 1, device=x.device, dtype=state.membership.dtype
         )
-        scale = torch.ones_like(state.scale)
-        return RoutingState(assignment, membership, scale, aux_loss, no_order(x), self._origin(x))
+        fields = torch.ones_like(state.scale), aux_loss, no_order(x), self._origin(x, state)
+        return RoutingState(assignment, membership, *fields)
 
-    def _origin(self, x: Tensor) -> Tensor:
-        return no_elements(origin_shape(self.next_router), torch.int8, x)
+    def _origin(self, x: Tensor, before: RoutingState) -> Tensor:
+        return no_elements(origin_shape(self.next_router), torch.int8, x, known=before.origin)
 
     def _scale(
         self,
@@ -169,14 +166,15 @@ class NextState(nn.Module):
 
         first_T: (T,) the first cluster of each token, whose dispersion it enters.
         """
-        statistics = self.statistics
-        if statistics is None:
+        if self.statistics is None:
             ones_CD = torch.ones_like(state.scale)
             return ones_CD if chosen_C is None else ones_CD * up_to_last(chosen_C)[:, None]
         first = first_T if x.dim() == 2 else first_T.view(x.shape[:-1])
         mask = None if token_mask is None else token_mask.view(first.shape)
         with without_autocast(x):
-            return statistics.cluster_scale(x, first, mask, slot, order=order, chosen_C=chosen_C)
+            return self.statistics.cluster_scale(
+                x, first, mask, slot, order=order, chosen_C=chosen_C
+            )
 
     def _chosen(self, routing: Routing, assignment: Tensor, token_mask: Tensor | None) -> Tensor:
         """Return (C,) True for experts that a token chose.

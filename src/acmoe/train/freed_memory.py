@@ -4,8 +4,8 @@ glibc gives the end of its heap back to Linux as soon as a few MiB of it are fre
 tensor of more than 32 MiB from Linux alone. A model on a CPU frees and allocates that much in each
 step, and Linux then clears every page anew: 430 page faults in one forward pass of nano, which took
 1.6 ms instead of 1.0, and 8,300 in forward and backward of 16 tokens of 32 experts of 256 x 512,
-which took 29 ms instead of 15. Where the heap happened to end, some processes of nano were slow and
-others not.
+which took 29 ms instead of 15 (both by scripts). Where the heap happens to end differs between
+processes, so that some of nano's were slow and others not.
 
 Blocks of up to 128 MiB leave gaps in the heap: `acmoe bench layer` of olmoe with 256 tokens has a
 peak of 6.3 GB instead of 5.1, and with a threshold of 1 GiB 6.9 to 7.9.

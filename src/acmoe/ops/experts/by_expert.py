@@ -2,7 +2,8 @@
 
 On a CPU torch makes the products of the loop (loops.py) in one call in C++, by the same BLAS and
 with the same bits (x86 with MKL). The loop takes a few calls of Python for each expert, as long as
-a small product (one core of a Xeon with AVX-512, torch 2.13, microseconds, loop and one call):
+a small product (one core of a Xeon with AVX-512, torch 2.13, by a script, microseconds of the loop
+and of one call):
 
     experts  rows   inputs x outputs   forward       gradient of rows   of weights
     8        2,048        64 x 64        188   131        172   121       201   164

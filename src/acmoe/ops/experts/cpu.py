@@ -54,7 +54,7 @@ def expert_mlp_in_few_calls(
     dropout: float = 0.0,
     complete: bool = False,
 ) -> Tensor:
-    """Compute `expert_mlp`, (T, D). `unsupported` has refused dropout and incomplete rows."""
+    """Compute `expert_mlp`, (T, D), without dropout, for rows that all have an expert."""
     if records_gradient(x, *weights, gate):
         return expert_mlp_with_gradient(x, weights, rows, gate, activation)
     if x.shape[0] == 1:

@@ -1,9 +1,10 @@
-"""The experts on a CPU with gradients: one autograd function instead of five.
+"""The experts on a CPU with gradients: one autograd function instead of four.
 
 It makes the products of the definition and of its gradients, with the same bits; the gradients of
-biases are summed in another order. A small layer takes longer to record five functions, and to
-answer at each of them whether somebody traces the call, than to multiply. Rows are gathered outside
-of it, so that x may change in place afterwards, as with the definition.
+biases are summed in another order. The definition records two products, the activation and the sum
+of each token's outputs as functions of their own. In a small layer, to record each of them and to
+ask whether somebody traces it takes longer than to multiply. Rows are gathered before, in a
+function of its own: x itself is not saved, so it may change in place before the backward.
 
 T tokens, K experts per token, N = T * K rows, D features, F hidden units, W = F (or 2F for swiglu),
 E experts.

@@ -184,7 +184,7 @@ def _outer(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def _direct(x: Tensor, *others: Tensor) -> bool:
-    """Return True if the loop over experts may run right away: it reads the offsets."""
+    """Return True if products may be made now, without a custom op; they read the offsets."""
     return not x.is_meta and eager(x, *others)
 
 

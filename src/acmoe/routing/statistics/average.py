@@ -114,9 +114,7 @@ class RunningAverage(StepStatistics):
     def batches(self) -> tuple[Tensor, Tensor]:
         """Return the means (C, D) and counts (C,) that a training forward adds its batch to."""
         if world_size() == 1:
-            means, counts = self._buffers["last_dispersion"], self._buffers["last_count"]
-            assert means is not None and counts is not None
-            return means, counts
+            return self.last_dispersion, self.last_count
         return self.pending_buffer("last_dispersion"), self.pending_buffer("last_count")
 
     def average_scale(self) -> Tensor:
@@ -140,12 +138,13 @@ class RunningAverage(StepStatistics):
 
         In evaluation it is also None if `warn_if_empty` has not looked at this average.
         """
-        buffers = self._buffers  # an attribute would be a call of Python each time
-        if not self.caches_scale or self.scaled_from is not buffers["dispersion"]:
+        if not self.caches_scale:
+            return None
+        if self.scaled_from is not self.dispersion:
             return None
         version = self.version
         known = version == self.scaled_version and (self.training or version == self.looked)
-        return buffers["running_scale"] if known else None
+        return self.running_scale if known else None
 
     def evaluation_scale(self, assignment: Tensor) -> Tensor:
         """Return `average_scale`, after `warn_if_empty`.
@@ -211,15 +210,13 @@ class RunningAverage(StepStatistics):
     @property
     def caches_scale(self) -> bool:
         """Return True if `running_scale` may be reused: changes of the average can be detected."""
-        dispersion = self._buffers["dispersion"]
-        return not (rewriting() or dispersion is None or dispersion.is_inference())
+        return not (rewriting() or self.dispersion.is_inference())
 
     @property
     def version(self) -> tuple[object, ...]:
         """Return a value that changes with everything that the running scale depends on."""
-        dispersion, weight = self._buffers["dispersion"], self._buffers["weight"]
-        assert dispersion is not None and weight is not None
-        return dispersion._version, weight._version, id(weight), self.config
+        weight = self.weight
+        return self.dispersion._version, weight._version, id(weight), self.config
 
     def update(self) -> None:
         """Update the running average, and its scale, with the recorded batches."""

@@ -93,7 +93,7 @@ class ClusterStatistics(RunningAverage):
         chosen_C: not 0 for clusters that a token chose, first or not; mean_over="chosen" and batch
         statistics read it. None: those of the assignment.
         """
-        mode = self.config.modes.when(training=self.training)
+        mode = self.mode
         if mode == "running" and not self.training:  # nothing is measured
             return self._running_scale(x_BLD, assignment_BL)
         if mode == "prefix":

@@ -59,9 +59,10 @@ def affinity_gradient(
 
 
 def share_gradient(grad: Tensor, share_E: Tensor, num_tokens: int, weight: float) -> Tensor:
-    """Return (E,): the gradient of the gate sums from grad (), that of the weighted balance loss.
+    """Return the gradient (E,) of the gate sums.
 
-    share_E: each expert's share of the routed rows. The rounding is that of autograd on a GPU,
+    grad: () gradient of the weighted balance loss. share_E: each expert's share of the routed rows.
+    The rounding is that of autograd on a GPU,
     where torch divides by a number by multiplying with its inverse.
     """
     E = share_E.numel()

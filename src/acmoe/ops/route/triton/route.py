@@ -117,7 +117,7 @@ def route(
 
 
 def in_one_kernel(x_TD: Tensor, embedding_ED: Tensor, mask_T: Tensor | None, top_k: int) -> bool:
-    """Return True if one Hopper kernel routes the tokens, in their own order (hopper/router.py)."""
+    """Return True if one Hopper kernel routes the tokens, which need no sorting by cluster."""
     return router_unsupported(x_TD, embedding_ED, mask_T, top_k) is None
 
 
@@ -243,7 +243,8 @@ def _select(
 ):  # fmt: skip
     """Store ids, gate and first choice of each token.
 
-    Returns the affinities (BT, BE), -inf where there is no expert, and the mask of those selected.
+    Return the affinities (BT, BE), which are -inf in columns beyond the last expert, and a mask
+    that is True for the selected ones.
     """
     ids, values, selected = _top_k(affinity, e, E, K, BT, BE, BK)
     k = tl.arange(0, BK)
