@@ -1,4 +1,7 @@
-"""The experts with gradients on a CPU: one autograd function, with the bits of the definition."""
+"""The experts with gradients on a CPU: one autograd function.
+
+The kernel `cpu` has the bits of the definition, the kernel `native` other sums in float32.
+"""
 
 from typing import Any
 
@@ -9,12 +12,14 @@ from hypothesis import strategies as st
 from layer_loops import layer
 from torch import Tensor
 
-from acmoe.ops.dispatch import record_choices
+from acmoe.ops.dispatch import record_choices, use_backend
 from acmoe.ops.experts import ExpertWeights, expert_mlp
+from acmoe.ops.native.library import missing
 from acmoe.ops.sort import Rows, sort_rows
 
 Call = tuple[list[Tensor], Rows, list[list[int]]]  # leaves, rows, ids of each token's experts
 ACTIVATIONS = ["relu", "gelu", "swiglu"]
+KERNELS = ["cpu"] if missing() else ["cpu", "native"]
 
 
 def call(
@@ -49,10 +54,20 @@ def run(leaves: list[Tensor], rows: Rows, activation: str, *, kernel: str = "cpu
     weights = ExpertWeights(up, down, up_bias, down_bias)
     if kernel == "torch":
         return expert_mlp.definition(x, weights, rows, gate, activation=activation)
-    with record_choices() as choices:
+    with record_choices() as choices, use_backend(kernel):
         found = expert_mlp(x, weights, rows, gate, activation=activation, complete=True)
     assert choices[0].kernel == kernel
     return found
+
+
+def assert_like_the_definition(found: list[Tensor], wanted: list[Tensor], kernel: str) -> None:
+    """Compare float32 results of a kernel with those of the definition."""
+    if kernel == "cpu":
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+        return
+    for one, other in zip(found, wanted, strict=True):
+        error, size = (one - other).detach().abs().max(), other.detach().abs().max()
+        assert error <= 1e-5 * max(1.0, float(size))
 
 
 @given(
@@ -64,16 +79,24 @@ def run(leaves: list[Tensor], rows: Rows, activation: str, *, kernel: str = "cpu
     activation=st.sampled_from(ACTIVATIONS),
     bias=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float64]),
+    kernel=st.sampled_from(KERNELS),
     seed=st.integers(0, 99),
 )
 def test_the_gradients_are_those_of_a_loop_over_tokens(
-    activation: str, experts: int, top_k: int, dtype: torch.dtype, seed: int, **sizes: Any
+    activation: str,
+    experts: int,
+    top_k: int,
+    dtype: torch.dtype,
+    kernel: str,
+    seed: int,
+    **sizes: Any,
 ) -> None:
+    dtype = dtype if kernel == "cpu" else torch.float32
     sizes |= {"experts": experts, "top_k": min(top_k, experts), "seed": seed}
     leaves, rows, ids = call(activation, dtype=dtype, **sizes)
     upstream = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(seed + 1))
     leaves = [one.requires_grad_() for one in leaves]
-    y = run(leaves, rows, activation)
+    y = run(leaves, rows, activation, kernel=kernel)
     found = torch.autograd.grad(y, leaves, upstream.to(dtype))
     wide = [one.detach().double().requires_grad_() for one in leaves]
     names = ("up", "down", "up_bias", "down_bias")
@@ -86,19 +109,20 @@ def test_the_gradients_are_those_of_a_loop_over_tokens(
         torch.testing.assert_close(one.double(), other, **close)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [True, False])
-def test_any_part_of_the_inputs_may_be_trained(activation: str, bias: bool) -> None:
+def test_any_part_of_the_inputs_may_be_trained(activation: str, bias: bool, kernel: str) -> None:
     sizes = {"tokens": 24, "dim": 16, "hidden": 8}  # rows that torch's grouped GEMM takes
     leaves, rows, _ = call(activation, bias=bias, dtype=torch.float32, **sizes)
     for trained in ([0], [1], [2], [3], [0, 1], [1, 3], list(range(len(leaves))), [-1]):
         given = [one.detach().clone() for one in leaves]
         learned = [given[place].requires_grad_() for place in trained]
         results = []
-        for kernel in ("cpu", "torch"):
-            y = run(given, rows, activation, kernel=kernel)
-            results.append((y, *torch.autograd.grad(y.square().sum(), learned)))
-        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+        for name in (kernel, "torch"):
+            y = run(given, rows, activation, kernel=name)
+            results.append([y, *torch.autograd.grad(y.square().sum(), learned)])
+        assert_like_the_definition(*results, kernel)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -107,6 +131,22 @@ def test_second_derivatives(activation: str) -> None:
     inputs = tuple(one.requires_grad_() for one in leaves)
     assert torch.autograd.gradcheck(lambda *given: run(list(given), rows, activation), inputs)
     assert torch.autograd.gradgradcheck(lambda *given: run(list(given), rows, activation), inputs)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_second_and_batched_derivatives_in_float32(kernel: str) -> None:
+    leaves, rows, _ = call("swiglu", tokens=3, dtype=torch.float32)
+    inputs = [one.requires_grad_() for one in leaves]
+    results = []
+    for name in (kernel, "torch"):
+        y = run(inputs, rows, "swiglu", kernel=name)
+        once = torch.autograd.grad(y.square().sum(), inputs, create_graph=True)
+        twice = torch.autograd.grad(sum(one.square().sum() for one in once), inputs)
+        y = run(inputs, rows, "swiglu", kernel=name)
+        upstream = torch.eye(y.numel()).view(-1, *y.shape)
+        rows_of_jacobian = torch.autograd.grad(y, inputs, upstream, is_grads_batched=True)
+        results.append([*once, *twice, *rows_of_jacobian])
+    assert_like_the_definition(*results, "native")  # both sum float32 in another order
 
 
 def test_the_gradient_of_a_transposed_view_lies_as_its_memory_does() -> None:
@@ -122,21 +162,24 @@ def test_the_gradient_of_a_transposed_view_lies_as_its_memory_does() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_tokens_may_change_in_place_before_the_backward() -> None:
-    leaves, rows, _ = call("relu")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tokens_may_change_in_place_before_the_backward(kernel: str) -> None:
+    leaves, rows, _ = call("relu", dtype=torch.float32)
     learned = [one.requires_grad_() for one in leaves[1:]]
-    wanted = torch.autograd.grad(run([leaves[0], *learned], rows, "relu").sum(), learned)
+    y = run([leaves[0], *learned], rows, "relu", kernel=kernel)
+    wanted = torch.autograd.grad(y.sum(), learned)
     x = leaves[0].clone()
-    y = run([x, *learned], rows, "relu")
+    y = run([x, *learned], rows, "relu", kernel=kernel)
     x.add_(y.detach())  # a residual
     for one, other in zip(torch.autograd.grad(y.sum(), learned), wanted, strict=True):
         assert torch.equal(one, other)
 
 
-def test_saved_tensors_may_come_back_with_other_strides() -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_saved_tensors_may_come_back_with_other_strides(kernel: str) -> None:
     leaves, rows, _ = call("gelu", tokens=12, dim=8, hidden=8, dtype=torch.float32)
     inputs = [one.requires_grad_() for one in leaves]
-    wanted = torch.autograd.grad(run(inputs, rows, "gelu").sum(), inputs)
+    wanted = torch.autograd.grad(run(inputs, rows, "gelu", kernel=kernel).sum(), inputs)
 
     def spread(one: Tensor) -> Tensor:
         wide = one.new_zeros(*one.shape, 2)
@@ -144,16 +187,17 @@ def test_saved_tensors_may_come_back_with_other_strides() -> None:
         return wide[..., 0]
 
     with torch.autograd.graph.saved_tensors_hooks(spread, lambda one: one):
-        y = run(inputs, rows, "gelu")
+        y = run(inputs, rows, "gelu", kernel=kernel)
     for one, other in zip(torch.autograd.grad(y.sum(), inputs), wanted, strict=True):
         torch.testing.assert_close(one, other)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
-def test_compiled_autograd_traces_the_backward_as_one_graph() -> None:
-    leaves, rows, _ = call("swiglu")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_compiled_autograd_traces_the_backward_as_one_graph(kernel: str) -> None:
+    leaves, rows, _ = call("swiglu", dtype=torch.float32)
     inputs = [one.requires_grad_() for one in leaves]
-    y = run(inputs, rows, "swiglu").square().sum()
+    y = run(inputs, rows, "swiglu", kernel=kernel).square().sum()
     wanted = torch.autograd.grad(y, inputs, retain_graph=True)
     compiler = torch.compile(backend="aot_eager", fullgraph=True)
     with torch._dynamo.compiled_autograd._enable(compiler):

@@ -18,9 +18,15 @@ int acmoe_sort_rows(const int64_t *, int64_t, int64_t, int64_t *, int64_t *, int
 int acmoe_rows_times_weights(const float *, const int64_t *, int64_t, const int64_t *, const float *,
                              const float *, int64_t, int64_t, int64_t, int64_t, int, float *);
 int acmoe_combine(const float *, const int64_t *, const float *, int64_t, int64_t, int64_t, float *);
+int acmoe_rows_through_weights(const float *, const int64_t *, const float *, const float *, int64_t,
+                               int64_t, int64_t, int64_t, float *);
+int acmoe_outer_of_rows(const float *, const float *, const int64_t *, int64_t, int64_t, int64_t, int64_t,
+                        float *, float *);
+int acmoe_combine_backward(const float *, const float *, const int64_t *, const float *, int64_t, int64_t,
+                           int64_t, float *, float *);
 
 static uint64_t state = 88172645463325252ull;
-static void *memory[64];
+static void *memory[80];
 static int used = 0;
 
 static int64_t draw(int64_t least, int64_t most) {
@@ -78,6 +84,14 @@ static int call(int round) {
     bad |= acmoe_rows_times_weights(hidden, NULL, K, ends, floats(E * D * H), NULL, N, E, H, D, 0,
                                     rows);
     bad |= acmoe_combine(rows, inverse, gate, T, K, D, out);
+    float *grad_rows = room(N * D * 4), *grad_hidden = room(N * H * 4);
+    bad |= acmoe_combine_backward(x, rows, inverse, gate, T, K, D, grad_rows,
+                                  scaled ? room(N * 4) : NULL);
+    bad |= acmoe_outer_of_rows(grad_rows, hidden, ends, N, E, D, H, scaled ? room(E * D * H * 4) : NULL,
+                               biased ? room(E * D * 4) : NULL);
+    bad |= acmoe_rows_through_weights(grad_rows, ends, floats(E * D * H), selected ? hidden : NULL, N, E,
+                                      D, H, grad_hidden);
+    bad |= acmoe_rows_through_weights(grad_hidden, ends, floats(E * H * D), NULL, N, E, H, D, grad_rows);
     /* Ids that do not exist are refused before they are used. */
     cluster[T - 1] = E;
     bad |= !acmoe_statistics(x, cluster, T, D, E, 0, spread, number, NULL, NULL, 2, NULL, 0, 0, 2);
@@ -85,10 +99,13 @@ static int call(int round) {
                         first, NULL, NULL, NULL);
     inverse[0] = N;
     bad |= !acmoe_combine(rows, inverse, gate, T, K, D, out);
+    bad |= !acmoe_combine_backward(x, rows, inverse, gate, T, K, D, grad_rows, NULL);
     permutation[0] = -1;
     bad |= !acmoe_rows_times_weights(x, permutation, K, ends, x, NULL, N, E, D, H, 0, hidden);
     ends[E - 1] += 1;
     bad |= !acmoe_rows_times_weights(x, NULL, K, ends, x, NULL, N, E, D, H, 0, hidden);
+    bad |= !acmoe_rows_through_weights(rows, ends, x, NULL, N, E, D, H, hidden);
+    bad |= !acmoe_outer_of_rows(rows, hidden, ends, N, E, D, H, x, NULL);
     choice[N - 1] = -1;
     bad |= !acmoe_sort_rows(choice, N, E, permutation, inverse, ends, inverse);
     x[T * D - 1] = NAN;

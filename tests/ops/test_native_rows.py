@@ -113,17 +113,31 @@ def test_nan_and_infinite_units_stay_what_they_are() -> None:
 
 def test_other_calls_run_other_kernels() -> None:
     x, weights, rows, gate = call(bias=True)
-    learned = weights._replace(up=weights.up.clone().requires_grad_())
     assert kernel_of(x, weights, rows, gate) == "native"
-    assert kernel_of(x, learned, rows, gate) == "cpu"
-    with torch.no_grad():
-        assert kernel_of(x, learned, rows, gate) == "native"
     assert kernel_of(x, weights, rows, gate, dropout=0.5) == "torch"
     assert kernel_of(x, weights, rows, gate, complete=False) == "torch"
     viewed = weights._replace(up=weights.up.mT.contiguous().mT)
     assert kernel_of(x, viewed, rows, gate) == "cpu"
-    wide = call(dim=native.MOST // 36 + 1)  # 12 rows of 3 hidden units
-    assert kernel_of(*wide) == "cpu"
+    few, many = call(dim=native.MOST // 36), call(dim=native.MOST // 36 + 1)
+    assert [kernel_of(*few), kernel_of(*many)] == ["native", "cpu"]  # 12 rows of 3 hidden units
+    small, large = (
+        call(dim=native.MOST_WEIGHTS // 6 + more, experts=9, tokens=1) for more in (0, 1)
+    )
+    assert [kernel_of(*small), kernel_of(*large)] == ["native", "cpu"]  # 2 of the experts are read
+
+
+def test_with_gradients_more_products_and_fewer_weights_run_in_c() -> None:
+    def learned(**sizes: int) -> str:
+        x, weights, rows, gate = call(**sizes)
+        return kernel_of(x.requires_grad_(), weights, rows, gate)
+
+    least = {"dim": native.MOST_WITH_GRADIENTS // 72, "tokens": 12, "experts": 2}
+    assert native.MOST_WITH_GRADIENTS // 72 * 72 > native.MOST
+    assert learned(**least) == "native"  # 24 rows of 3 hidden units
+    assert learned(**least | {"dim": least["dim"] + 1}) == "cpu"
+    wide = {"dim": native.MOST_WEIGHTS // 9, "tokens": 1, "experts": 3}
+    assert learned(**wide) == "native"
+    assert learned(**wide | {"dim": wide["dim"] + 1}) == "cpu"
 
 
 def test_sizes_that_do_not_fit_are_left_to_torch() -> None:
@@ -153,6 +167,21 @@ def test_rows_that_do_not_exist_are_left_to_torch() -> None:
     with pytest.raises((IndexError, RuntimeError)):
         outside = rows._replace(inverse=rows.inverse + 4)
         expert_mlp(x, weights, outside, gate, activation="relu", complete=True)
+    learned = x.clone().requires_grad_()
+    for wrong in (beyond, outside):
+        with pytest.raises((IndexError, RuntimeError)):
+            expert_mlp(learned, weights, wrong, gate, activation="relu", complete=True)
+
+
+def test_the_gradients_of_rows_without_an_expert_are_those_of_the_definition() -> None:
+    x, weights, rows, gate = call()
+    short = rows._replace(offsets=(rows.offsets - 3).clamp(min=0))
+    x.requires_grad_()
+    found = expert_mlp(x, weights, short, gate, activation="relu", complete=True)
+    wanted = expert_mlp.definition(x, weights, short, gate, activation="relu")
+    assert torch.equal(found, wanted)
+    results = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, wanted)]
+    assert torch.equal(*results)
 
 
 @given(

@@ -46,7 +46,7 @@ def expert_mlp_with_gradient(
     return found
 
 
-class _Saved(NamedTuple):
+class Saved(NamedTuple):
     """What the backward reads."""
 
     x: Tensor  # (N, D)
@@ -85,18 +85,18 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_TD):  # type: ignore[no-untyped-def]
-        saved = _Saved(*ctx.saved_tensors)
+        saved = Saved(*ctx.saved_tensors)
         needed = ctx.needs_input_grad[:6]
-        run = _by_definition if torch.is_grad_enabled() else _gradients
+        run = by_definition if torch.is_grad_enabled() else gradients
         return *run(saved, needed, grad_TD, ctx.activation), None, None
 
 
-def _gradients(
-    given: _Saved, needed: tuple[bool, ...], grad_TD: Tensor, activation: str
+def gradients(
+    given: Saved, needed: tuple[bool, ...], grad_TD: Tensor, activation: str
 ) -> list[Tensor | None]:
     """Return the gradients of the first six fields, None where none is needed."""
     # up and down may be transposed views, which the products take.
-    saved = _Saved(*(*as_saved(given[:2]), *given[2:4], *as_saved(given[4:])))
+    saved = Saved(*(*as_saved(given[:2]), *given[2:4], *as_saved(given[4:])))
     found: list[Tensor | None] = [None] * 6
     offsets_E, top_k = saved.offsets, saved.gate.shape[1]
     linear, outer, summed = by_expert, outer_by_expert, partial(_sum_of_rows, saved)
@@ -117,7 +117,7 @@ def _gradients(
     if not (needed[0] or needed[2] or needed[4]):
         return found
     grad_NF = linear(grad_ND, saved.down.mT, offsets_E)
-    grad_NW = _through_activation(grad_NF, saved, activation)
+    grad_NW = through_activation(grad_NF, saved, activation)
     if needed[2]:
         found[2] = like_weight(outer, grad_NW, saved.x, offsets_E, saved.up)
     if needed[4]:
@@ -127,13 +127,13 @@ def _gradients(
     return found
 
 
-def _sum_of_rows(saved: _Saved, grad_NO: Tensor) -> Tensor:
+def _sum_of_rows(saved: Saved, grad_NO: Tensor) -> Tensor:
     """Return (E, O): the sum of each expert's rows, added one after the other."""
     sums_EO = grad_NO.new_zeros(saved.up.shape[0], grad_NO.shape[1])
     return sums_EO.index_add_(0, saved.expert, grad_NO)
 
 
-def _through_activation(grad_NF: Tensor, saved: _Saved, activation: str) -> Tensor:
+def through_activation(grad_NF: Tensor, saved: Saved, activation: str) -> Tensor:
     """Return the gradient (N, W) of the hidden units before the activation."""
     if saved.before is None:
         return cast(Tensor, torch.ops.aten.threshold_backward(grad_NF, saved.hidden, 0))
@@ -144,10 +144,10 @@ def _through_activation(grad_NF: Tensor, saved: _Saved, activation: str) -> Tens
     return torch.cat([of_gate_NF, grad_NF * F.silu(gate_NF)], dim=-1)
 
 
-def _by_definition(
-    saved: _Saved, needed: tuple[bool, ...], grad_TD: Tensor, activation: str
+def by_definition(
+    saved: Saved, needed: tuple[bool, ...], grad_TD: Tensor, activation: str
 ) -> list[Tensor | None]:
-    """Compute `_gradients` for those who differentiate them in turn."""
+    """Compute `gradients` for those who differentiate them in turn."""
     leaves: list[Any] = [one for one, wanted in zip(saved[:6], needed, strict=True) if wanted]
     records = torch.is_grad_enabled()
     with torch.enable_grad():

@@ -1,25 +1,27 @@
-"""The experts in C for few rows of small experts, without gradients.
+"""The experts in C for few rows of small experts.
 
 T tokens, K experts per token, N = T * K rows, D features, F hidden units, W = F (or 2F for swiglu),
 E experts.
 """
 
-import torch
 from torch import Tensor
 
+from acmoe.ops.experts.native_gradient import expert_mlp_in_c_with_gradient
+from acmoe.ops.experts.native_products import (
+    NotServedError,
+    rows_times_weights,
+    sum_of_choices,
+    tokens_times_weights,
+)
 from acmoe.ops.experts.reference import ExpertWeights, activated, expert_mlp
 from acmoe.ops.grad_mode import records_gradient
-from acmoe.ops.native.library import (
-    SERVED,
-    functions,
-    pointer,
-    unsupported_ids,
-    unsupported_size,
-)
 from acmoe.ops.native.library import unsupported as not_native
+from acmoe.ops.native.library import unsupported_ids, unsupported_size
 from acmoe.ops.sort.reference import Rows
 
-MOST = 2**19  # products N * W * D up to which BLAS and torch's calls take longer
+# Up to these sizes one thread takes less time than BLAS in two, and torch's calls around it.
+MOST, MOST_WITH_GRADIENTS = 2**20, 2**21  # products N * W * D
+MOST_WEIGHTS = 2**19  # W * D of all experts that have rows; with gradients, of all experts
 
 
 def unsupported(
@@ -37,13 +39,21 @@ def unsupported(
         return reason
     if not complete:
         return "it serves tokens whose rows all have an expert"
-    if dropout > 0 or records_gradient(x, gate, *weights):
-        return "it has no gradient and no dropout"
+    if dropout > 0:
+        return "it has no dropout"
     if not _fit(x, weights, rows, gate, activation):
         return "tokens, weights, rows and gates do not fit each other"
-    _, width, dim = weights.up.shape
-    size = unsupported_size(gate.numel() * width * dim, MOST, "products")
-    return size or not_native(*weights) or unsupported_ids(*rows[:3])
+    return _large(x, weights, gate) or not_native(*weights) or unsupported_ids(*rows[:3])
+
+
+def _large(x: Tensor, weights: ExpertWeights, gate: Tensor) -> str | None:
+    """Return the reason why a call of this size is left to torch, or None."""
+    (E, W, D), N = weights.up.shape, gate.numel()
+    trained = records_gradient(x, gate, *weights)
+    read = (E if trained else min(E, N)) * W * D
+    if read > MOST_WEIGHTS:
+        return unsupported_size(read, MOST_WEIGHTS, "weights")
+    return unsupported_size(N * W * D, MOST_WITH_GRADIENTS if trained else MOST, "products")
 
 
 def _fit(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, activation: str) -> bool:
@@ -73,22 +83,13 @@ def expert_mlp_in_c(
     complete: bool = False,
 ) -> Tensor:
     """Compute `expert_mlp`, (T, D). `unsupported` has refused dropout and incomplete rows."""
-    (T, K), (E, W, D), relu = gate.shape, weights.up.shape, activation == "relu"
-    offsets, h_NW = rows.offsets.data_ptr(), x.new_empty(T * K, W)
-    code = functions().rows_times_weights(
-        *(x.data_ptr(), rows.permutation.data_ptr(), K, offsets, weights.up.data_ptr()),
-        *(pointer(weights.up_bias), T * K, E, D, W, relu, h_NW.data_ptr()),
-    )
-    if code == SERVED:
+    relu = activation == "relu"
+    try:
+        if records_gradient(x, gate, *weights):
+            return expert_mlp_in_c_with_gradient(x, weights, rows, gate, activation)
+        h_NW = tokens_times_weights(x, gate.shape[1], weights.up, weights.up_bias, rows, relu=relu)
         h_NF = h_NW if relu else activated(h_NW, activation)
-        y_ND, y_TD = x.new_empty(T * K, D), torch.empty_like(x)
-        functions().rows_times_weights(
-            *(h_NF.data_ptr(), None, K, offsets, weights.down.data_ptr()),
-            *(pointer(weights.down_bias), T * K, E, h_NF.shape[1], D, False, y_ND.data_ptr()),
-        )
-        code = functions().combine(
-            *(y_ND.data_ptr(), rows.inverse.data_ptr(), gate.data_ptr(), T, K, D, y_TD.data_ptr())
-        )
-        if code == SERVED:
-            return y_TD
-    return expert_mlp.definition(x, weights, rows, gate, activation=activation)
+        y_ND = rows_times_weights(h_NF, weights.down, weights.down_bias, rows, relu=False)
+        return sum_of_choices(y_ND, rows.inverse, gate)
+    except NotServedError:
+        return expert_mlp.definition(x, weights, rows, gate, activation=activation)

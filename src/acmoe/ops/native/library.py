@@ -28,6 +28,9 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "route_backward": (*[_P] * 4, *[_I] * 4, ctypes.c_int, _F, _F, *[_P] * 12),
     "rows_times_weights": (_P, _P, _I, _P, _P, _P, _I, _I, _I, _I, ctypes.c_int, _P),
     "combine": (_P, _P, _P, _I, _I, _I, _P),
+    "rows_through_weights": (_P, _P, _P, _P, _I, _I, _I, _I, _P),
+    "outer_of_rows": (_P, _P, _P, _I, _I, _I, _I, _P, _P),
+    "combine_backward": (_P, _P, _P, _P, _I, _I, _I, _P, _P),
 }
 
 
@@ -40,6 +43,9 @@ class Functions:
     route_backward: Callable[..., int]
     rows_times_weights: Callable[..., int]
     combine: Callable[..., int]
+    rows_through_weights: Callable[..., int]
+    outer_of_rows: Callable[..., int]
+    combine_backward: Callable[..., int]
 
     def __init__(self) -> None:
         self.reason: str | None = None

@@ -2,18 +2,69 @@
 
    ops/experts/reference.py defines the results. BLAS takes longer to begin than these products. */
 
-#include "acmoe.h"
+#include "experts.h"
 
-static inline float at_least_zero(float v) { return v < 0.0f ? 0.0f : v; } /* NaN stays NaN */
+#if defined(__clang__) || __GNUC__ >= 12
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (marks){__VA_ARGS__})
+#endif
 
-/* Return True if the rows of the experts follow each other and fill all N. */
-static int ends_at(const int64_t *offsets, int64_t E, int64_t N) {
-    int64_t before = 0;
-    for (int64_t e = 0; e < E; e++) {
-        if (offsets[e] < before) return 0;
-        before = offsets[e];
+/* Return the sums of the lanes of eight vectors, in the order of the vectors. */
+INLINE lanes sums_of(const lanes *v) {
+    lanes two[4], four[2];
+    for (int i = 0; i < 4; i++)
+        two[i] = PICK(v[2 * i], v[2 * i + 1], 0, 8, 1, 9, 4, 12, 5, 13) +
+                 PICK(v[2 * i], v[2 * i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    for (int i = 0; i < 2; i++)
+        four[i] = PICK(two[2 * i], two[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+                  PICK(two[2 * i], two[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+    return PICK(four[0], four[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+           PICK(four[0], four[1], 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+/* The weights (O, I) and biases (O,), or NULL, of an expert. */
+struct layer {
+    const float *weight, *bias;
+    int64_t I, O;
+    int relu;
+};
+
+/* Add the products of inputs i to i + LANES, or the `width` that are left, to eight sums. */
+INLINE void add_products(const float *const *row, int rows, const float *const *w, int64_t i,
+                         int64_t width, lanes *sum) {
+    const int outputs = LANES / rows;
+    for (int q = 0; q < outputs; q++) {
+        const lanes v = load(w[q] + i, width);
+        for (int r = 0; r < rows; r++) sum[r * outputs + q] += v * load(row[r] + i, width);
     }
-    return before == N;
+}
+
+/* Write eight results: o and the next ones of one, two or four rows. Those of row r begin at out + r O. */
+INLINE void write_tile(const struct layer *of, const float *const *row, int rows, int64_t o,
+                       int64_t left, float *out) {
+    const int outputs = LANES / rows;
+    lanes sum[LANES] = {{0}}, bias = {0};
+    const float *w[LANES];
+    for (int q = 0; q < outputs; q++) w[q] = of->weight + (o + (q < left ? q : 0)) * of->I;
+    int64_t i = 0;
+    for (; i + LANES <= of->I; i += LANES) add_products(row, rows, w, i, LANES, sum);
+    if (i < of->I) add_products(row, rows, w, i, of->I - i, sum);
+    for (int j = 0; of->bias != NULL && j < LANES; j++)
+        bias[j] = of->bias[o + (j % outputs < left ? j % outputs : 0)];
+    lanes found = sums_of(sum) + bias;
+    const lanes zero = {0};
+    if (of->relu) found = either(found < zero, zero, found); /* NaN stays NaN */
+    for (int r = 0; r < rows; r++)
+        for (int q = 0; q < left; q++) out[r * of->O + o + q] = found[r * outputs + q];
+}
+
+/* Write all results of a few rows. */
+INLINE void write_results(const struct layer *of, const float *const *row, int rows, float *out) {
+    const int outputs = LANES / rows;
+    int64_t o = 0;
+    for (; o + outputs <= of->O; o += outputs) write_tile(of, row, rows, o, outputs, out);
+    if (o < of->O) write_tile(of, row, rows, o, of->O - o, out);
 }
 
 /* Write out (N, O): each row times the (O, I) weight of its expert, plus its bias. Rows are sorted
@@ -26,43 +77,22 @@ int acmoe_rows_times_weights(const float *x, const int64_t *permutation, int64_t
                              int64_t N, int64_t E, int64_t I, int64_t O, int relu, float *out) {
     if (!ends_at(offsets, E, N)) return NOT_SERVED;
     if (permutation != NULL && outside(permutation, N, 0, N)) return NOT_SERVED;
-    int64_t begin = 0;
+    int64_t n = 0;
     for (int64_t e = 0; e < E; e++) {
-        const float *w = weight + e * O * I;
-        int64_t n = begin;
-        /* Four rows share each load of the weight. */
-        for (; n + 4 <= offsets[e]; n += 4) {
+        const struct layer of = {weight + e * O * I, bias == NULL ? NULL : bias + e * O, I, O, relu};
+        while (n < offsets[e]) {
+            const int64_t left = offsets[e] - n, rows = left >= 4 ? 4 : left >= 2 ? 2 : 1;
             const float *row[4];
-            for (int i = 0; i < 4; i++)
-                row[i] = x + (permutation == NULL ? n + i : permutation[n + i] / top_k) * I;
-            for (int64_t o = 0; o < O; o++) {
-                const float *v = w + o * I, *a = row[0], *b = row[1], *c = row[2], *d = row[3];
-                float sa = 0, sb = 0, sc = 0, sd = 0;
-                SUM_OVER(sa, sb, sc, sd)
-                for (int64_t i = 0; i < I; i++) {
-                    sa += v[i] * a[i];
-                    sb += v[i] * b[i];
-                    sc += v[i] * c[i];
-                    sd += v[i] * d[i];
-                }
-                const float add = bias == NULL ? 0.0f : bias[e * O + o];
-                const float sums[4] = {sa + add, sb + add, sc + add, sd + add};
-                for (int i = 0; i < 4; i++)
-                    out[(n + i) * O + o] = relu ? at_least_zero(sums[i]) : sums[i];
-            }
+            for (int64_t r = 0; r < rows; r++)
+                row[r] = x + (permutation == NULL ? n + r : permutation[n + r] / top_k) * I;
+            if (rows == 4)
+                write_results(&of, row, 4, out + n * O);
+            else if (rows == 2)
+                write_results(&of, row, 2, out + n * O);
+            else
+                write_results(&of, row, 1, out + n * O);
+            n += rows;
         }
-        for (; n < offsets[e]; n++) {
-            const float *a = x + (permutation == NULL ? n : permutation[n] / top_k) * I;
-            for (int64_t o = 0; o < O; o++) {
-                const float *v = w + o * I;
-                float sum = 0;
-                SUM_OVER(sum)
-                for (int64_t i = 0; i < I; i++) sum += v[i] * a[i];
-                sum += bias == NULL ? 0.0f : bias[e * O + o];
-                out[n * O + o] = relu ? at_least_zero(sum) : sum;
-            }
-        }
-        begin = offsets[e];
     }
     return SERVED;
 }
