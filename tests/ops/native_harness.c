@@ -18,6 +18,8 @@ int acmoe_sort_rows(const int64_t *, int64_t, int64_t, int64_t *, int64_t *, int
 int acmoe_rows_times_weights(const float *, const int64_t *, int64_t, const int64_t *, const float *,
                              const float *, int64_t, int64_t, int64_t, int64_t, int, float *);
 int acmoe_combine(const float *, const int64_t *, const float *, int64_t, int64_t, int64_t, float *);
+int acmoe_swiglu(const float *, int64_t, int64_t, float *);
+int acmoe_swiglu_backward(const float *, const float *, int64_t, int64_t, float *);
 int acmoe_rows_through_weights(const float *, const int64_t *, const float *, const float *, int64_t,
                                int64_t, int64_t, int64_t, float *);
 int acmoe_outer_of_rows(const float *, const float *, const int64_t *, int64_t, int64_t, int64_t, int64_t,
@@ -84,6 +86,9 @@ static int call(int round) {
     bad |= acmoe_rows_times_weights(hidden, NULL, K, ends, floats(E * D * H), NULL, N, E, H, D, 0,
                                     rows);
     bad |= acmoe_combine(rows, inverse, gate, T, K, D, out);
+    float *pairs = floats(N * 2 * H);
+    bad |= acmoe_swiglu(pairs, N, H, hidden);
+    bad |= acmoe_swiglu_backward(hidden, pairs, N, H, room(N * 2 * H * 4));
     float *grad_rows = room(N * D * 4), *grad_hidden = room(N * H * 4);
     bad |= acmoe_combine_backward(x, rows, inverse, gate, T, K, D, grad_rows,
                                   scaled ? room(N * 4) : NULL);

@@ -9,11 +9,12 @@ from torch import Tensor
 from acmoe.ops.experts.native_gradient import expert_mlp_in_c_with_gradient
 from acmoe.ops.experts.native_products import (
     NotServedError,
+    hidden_units,
     rows_times_weights,
     sum_of_choices,
     tokens_times_weights,
 )
-from acmoe.ops.experts.reference import ExpertWeights, activated, expert_mlp
+from acmoe.ops.experts.reference import ExpertWeights, expert_mlp
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.native.library import unsupported as not_native
 from acmoe.ops.native.library import unsupported_ids, unsupported_size
@@ -88,7 +89,7 @@ def expert_mlp_in_c(
         if records_gradient(x, gate, *weights):
             return expert_mlp_in_c_with_gradient(x, weights, rows, gate, activation)
         h_NW = tokens_times_weights(x, gate.shape[1], weights.up, weights.up_bias, rows, relu=relu)
-        h_NF = h_NW if relu else activated(h_NW, activation)
+        h_NF = hidden_units(h_NW, activation)
         y_ND = rows_times_weights(h_NF, weights.down, weights.down_bias, rows, relu=False)
         return sum_of_choices(y_ND, rows.inverse, gate)
     except NotServedError:

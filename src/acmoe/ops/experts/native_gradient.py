@@ -14,13 +14,15 @@ from acmoe.ops.experts.cpu_gradient import Saved, by_definition, gradients, thro
 from acmoe.ops.experts.grouped import is_batched
 from acmoe.ops.experts.native_products import (
     NotServedError,
+    gradient_of_swiglu,
     gradients_of_sum,
     gradients_of_weights,
+    hidden_units,
     rows_through_weights,
     rows_times_weights,
     sum_of_choices,
 )
-from acmoe.ops.experts.reference import ExpertWeights, activated, dispatch
+from acmoe.ops.experts.reference import ExpertWeights, dispatch
 from acmoe.ops.native.library import unsupported
 from acmoe.ops.once import apply, as_saved
 from acmoe.ops.sort.reference import Rows
@@ -41,7 +43,7 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x, gate, up, down, up_bias, down_bias, rows, activation):  # type: ignore[no-untyped-def]
         relu = activation == "relu"
         before_NW = rows_times_weights(x, up, up_bias, rows, relu=relu)
-        hidden_NF = before_NW if relu else activated(before_NW, activation)
+        hidden_NF = hidden_units(before_NW, activation)
         y_ND = rows_times_weights(hidden_NF, down, down_bias, rows, relu=False)
         y_TD = sum_of_choices(y_ND, rows.inverse, gate)
         ctx.activation = activation
@@ -96,7 +98,10 @@ def _in_c(
     grad_NW = rows_through_weights(
         grad_ND, saved.offsets, saved.down, hidden_NI=saved.hidden if relu else None
     )
-    if not relu:
+    if activation == "swiglu":
+        assert saved.before is not None
+        grad_NW = gradient_of_swiglu(grad_NW, saved.before)
+    elif not relu:
         grad_NW = through_activation(grad_NW, saved, activation)
     found[2], found[4] = gradients_of_weights(
         grad_NW, saved.x, saved.offsets, of_weight=of_up, of_bias=of_up_bias

@@ -1,7 +1,7 @@
 """The products of the experts in C, for tensors that `unsupported` (native.py) has accepted.
 
 N rows sorted by expert, I features in, O features out, E experts, T tokens, K experts per token,
-D features.
+D features, F hidden units, W = F (or 2F for swiglu).
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acmoe.ops.experts.reference import activated
 from acmoe.ops.native.library import SERVED, functions, pointer
 from acmoe.ops.sort.reference import Rows
 
@@ -55,6 +56,26 @@ def _times_weights(
         *(pointer(bias_EO), N, E, I, O, relu, out_NO.data_ptr()),
     )
     return out_NO
+
+
+def hidden_units(h_NW: Tensor, activation: str) -> Tensor:
+    """Return the (N, F) activation of h, to which `rows_times_weights` has applied relu, if any."""
+    if activation == "relu":
+        return h_NW
+    if activation != "swiglu":
+        return activated(h_NW, activation)
+    N, W = h_NW.shape
+    hidden_NF = h_NW.new_empty(N, W // 2)
+    _run(functions().swiglu, h_NW.data_ptr(), N, W // 2, hidden_NF.data_ptr())
+    return hidden_NF
+
+
+def gradient_of_swiglu(grad_NF: Tensor, h_NW: Tensor) -> Tensor:
+    """Return the gradient (N, W) of h through `hidden_units` of swiglu."""
+    (N, F), grad_NW = grad_NF.shape, torch.empty_like(h_NW)
+    addresses = grad_NF.data_ptr(), h_NW.data_ptr()
+    _run(functions().swiglu_backward, *addresses, N, F, grad_NW.data_ptr())
+    return grad_NW
 
 
 def sum_of_choices(y_ND: Tensor, inverse_N: Tensor, gate_TK: Tensor) -> Tensor:

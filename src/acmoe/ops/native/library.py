@@ -28,6 +28,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "route_backward": (*[_P] * 4, *[_I] * 4, ctypes.c_int, _F, _F, *[_P] * 12),
     "rows_times_weights": (_P, _P, _I, _P, _P, _P, _I, _I, _I, _I, ctypes.c_int, _P),
     "combine": (_P, _P, _P, _I, _I, _I, _P),
+    "swiglu": (_P, _I, _I, _P),
+    "swiglu_backward": (_P, _P, _I, _I, _P),
     "rows_through_weights": (_P, _P, _P, _P, _I, _I, _I, _I, _P),
     "outer_of_rows": (_P, _P, _P, _I, _I, _I, _I, _P, _P),
     "combine_backward": (_P, _P, _P, _P, _I, _I, _I, _P, _P),
@@ -43,6 +45,8 @@ class Functions:
     route_backward: Callable[..., int]
     rows_times_weights: Callable[..., int]
     combine: Callable[..., int]
+    swiglu: Callable[..., int]
+    swiglu_backward: Callable[..., int]
     rows_through_weights: Callable[..., int]
     outer_of_rows: Callable[..., int]
     combine_backward: Callable[..., int]

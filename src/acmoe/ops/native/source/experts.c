@@ -97,6 +97,16 @@ int acmoe_rows_times_weights(const float *x, const int64_t *permutation, int64_t
     return SERVED;
 }
 
+/* Write out (N, F): silu of the first half of each row of h (N, 2F) times the second. */
+int acmoe_swiglu(const float *h, int64_t N, int64_t F, float *out) {
+    for (int64_t n = 0; n < N; n++) {
+        const float *gate = h + n * 2 * F, *up = gate + F;
+        EACH
+        for (int64_t f = 0; f < F; f++) out[n * F + f] = gate[f] * sigmoid(gate[f]) * up[f];
+    }
+    return SERVED;
+}
+
 /* Write out (T, D): the sum over k of gate[t, k] * y[inverse[t * K + k]]. NOT_SERVED: rows that do
    not exist. */
 int acmoe_combine(const float *y, const int64_t *inverse, const float *gate, int64_t T, int64_t K,

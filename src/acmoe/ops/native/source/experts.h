@@ -15,4 +15,10 @@ static inline int ends_at(const int64_t *offsets, int64_t E, int64_t N) {
     return before == N;
 }
 
+/* Return 1 / (1 + exp(-v)). */
+static inline float sigmoid(float v) {
+    const float e = exp_of(v < 0.0f ? v : -v);
+    return (v < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+
 #endif

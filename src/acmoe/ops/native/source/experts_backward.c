@@ -87,6 +87,21 @@ int acmoe_outer_of_rows(const float *grad, const float *x, const int64_t *offset
     return SERVED;
 }
 
+/* Write grad_h (N, 2F): the gradient of `acmoe_swiglu` from grad (N, F). */
+int acmoe_swiglu_backward(const float *grad, const float *h, int64_t N, int64_t F, float *grad_h) {
+    for (int64_t n = 0; n < N; n++) {
+        const float *gate = h + n * 2 * F, *up = gate + F, *given = grad + n * F;
+        float *of_gate = grad_h + n * 2 * F, *of_up = of_gate + F;
+        EACH
+        for (int64_t f = 0; f < F; f++) {
+            const float share = sigmoid(gate[f]);
+            of_gate[f] = given[f] * up[f] * share * (1.0f + gate[f] * (1.0f - share));
+            of_up[f] = given[f] * gate[f] * share;
+        }
+    }
+    return SERVED;
+}
+
 /* Write the gradients of `acmoe_combine`: grad_y (N, D), the gradient (T, D) of each row's token times
    the row's gate, and grad_gate (T, K), its product with y (N, D). Each may be NULL.
 
