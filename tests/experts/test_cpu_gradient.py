@@ -125,6 +125,20 @@ def test_any_part_of_the_inputs_may_be_trained(activation: str, bias: bool, kern
         assert_like_the_definition(*results, kernel)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("tokens", [31, 32, 33, 90])  # the kernel `native` takes another form at 32
+def test_many_rows_of_one_expert(activation: str, kernel: str, tokens: int) -> None:
+    sizes = {"tokens": tokens, "dim": 13, "hidden": 19, "experts": 1, "top_k": 1}
+    leaves, rows, _ = call(activation, dtype=torch.float32, **sizes)
+    leaves = [one.requires_grad_() for one in leaves]
+    results = []
+    for name in (kernel, "torch"):
+        y = run(leaves, rows, activation, kernel=name)
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    assert_like_the_definition(*results, "native")  # biases are added up in another order
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_second_derivatives(activation: str) -> None:
     leaves, rows, _ = call(activation, tokens=3, dim=3, hidden=2, experts=3)

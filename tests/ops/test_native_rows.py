@@ -104,11 +104,26 @@ def test_each_token_gets_the_weighted_outputs_of_its_experts(
     assert (found - wanted).abs().max() <= 1e-5 * scale
 
 
-def test_nan_and_infinite_units_stay_what_they_are() -> None:
-    x, weights, rows, gate = call(bias=True)
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+@pytest.mark.parametrize("tokens", [6, 100])
+@pytest.mark.parametrize("trained", [False, True])
+def test_nan_stays_nan(activation: str, tokens: int, trained: bool) -> None:
+    x, weights, rows, gate = call(bias=True, tokens=tokens, experts=2, activation=activation)
     assert weights.up_bias is not None
     weights.up_bias[:, 0] = math.nan
-    assert expert_mlp(x, weights, rows, gate, activation="relu", complete=True).isnan().all()
+    given = (x.requires_grad_(trained), weights, rows, gate)
+    assert kernel_of(*given, activation=activation) == "native"
+    assert expert_mlp(*given, activation=activation, complete=True).isnan().all()
+
+
+def test_large_units_of_swiglu_are_what_they_are_in_float64() -> None:
+    x, weights, rows, gate = call(activation="swiglu", hidden=8, dim=8)
+    x, up = x * 1e3, weights.up.clone()
+    up[:, 0] = 0.0  # and a gate of exactly 0
+    weights = weights._replace(up=up)
+    found = expert_mlp(x, weights, rows, gate, activation="swiglu", complete=True)
+    wanted = by_loops(x, weights, rows, gate, "swiglu")
+    assert (found - wanted).abs().max() <= 1e-5 * float(wanted.abs().max())
 
 
 def test_other_calls_run_other_kernels() -> None:

@@ -67,18 +67,46 @@ INLINE void write_results(const struct layer *of, const float *const *row, int r
     if (o < of->O) write_tile(of, row, rows, o, of->O - o, out);
 }
 
+/* From this many rows of an expert on, to exchange the axes of its weight first takes less time. */
+enum { MANY_ROWS = 32 };
+
+/* Write the weight (O, I) as (I, O). */
+static void exchange_axes(const float *weight, int64_t O, int64_t I, float *to) {
+    for (int64_t o = 0; o < O; o += LANES)
+        for (int64_t i = 0; i < I; i++)
+            for (int64_t j = o; j < o + LANES && j < O; j++) to[i * O + j] = weight[j * I + i];
+}
+
+/* Add the bias (O,), unless it is NULL, to a row of results, and apply relu, if wanted. */
+static void finish(const float *bias, int64_t O, int relu, float *out) {
+    for (int64_t o = 0; o < O; o++) {
+        const float found = out[o] + (bias == NULL ? 0.0f : bias[o]);
+        out[o] = relu && found < 0.0f ? 0.0f : found; /* NaN stays NaN */
+    }
+}
+
 /* Write out (N, O): each row times the (O, I) weight of its expert, plus its bias. Rows are sorted
    by expert: those of expert e end at offsets[e]. With a permutation, row n is the token
    x[permutation[n] / top_k], else x[n].
 
-   NOT_SERVED: rows that do not exist, or rows without an expert. */
+   NOT_SERVED: rows that do not exist, or rows without an expert. NO_MEMORY: for a weight. */
 int acmoe_rows_times_weights(const float *x, const int64_t *permutation, int64_t top_k,
                              const int64_t *offsets, const float *weight, const float *bias,
                              int64_t N, int64_t E, int64_t I, int64_t O, int relu, float *out) {
     if (!ends_at(offsets, E, N)) return NOT_SERVED;
     if (permutation != NULL && outside(permutation, N, 0, N)) return NOT_SERVED;
+    float *exchanged = NULL;
     int64_t n = 0;
     for (int64_t e = 0; e < E; e++) {
+        if (permutation == NULL && offsets[e] - n >= MANY_ROWS) {
+            if (exchanged == NULL) exchanged = malloc(sizeof(float) * (size_t)(I * O));
+            if (exchanged == NULL) return NO_MEMORY;
+            exchange_axes(weight + e * O * I, O, I, exchanged);
+            const struct product of = {x + n * I, exchanged, I, 1, I, O};
+            multiply(&of, offsets[e] - n, out + n * O);
+            for (; n < offsets[e]; n++) finish(bias == NULL ? NULL : bias + e * O, O, relu, out + n * O);
+            continue;
+        }
         const struct layer of = {weight + e * O * I, bias == NULL ? NULL : bias + e * O, I, O, relu};
         while (n < offsets[e]) {
             const int64_t left = offsets[e] - n, rows = left >= 4 ? 4 : left >= 2 ? 2 : 1;
@@ -94,6 +122,7 @@ int acmoe_rows_times_weights(const float *x, const int64_t *permutation, int64_t
             n += rows;
         }
     }
+    free(exchanged);
     return SERVED;
 }
 
