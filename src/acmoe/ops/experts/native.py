@@ -21,7 +21,7 @@ from acmoe.ops.native.library import unsupported_ids, unsupported_size
 from acmoe.ops.sort.reference import Rows
 
 # Up to these sizes one thread takes less time than BLAS in two, and torch's calls around it.
-MOST, MOST_WITH_GRADIENTS = 2**20, 2**22  # products N * W * D
+MOST, MOST_WITH_GRADIENTS = 2**21, 2**22  # products N * W * D
 MOST_WEIGHTS = 2**19  # W * D of all experts that have rows; with gradients, of all experts
 
 

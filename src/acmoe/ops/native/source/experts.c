@@ -89,21 +89,25 @@ static void finish(const float *bias, int64_t O, int relu, float *out) {
    by expert: those of expert e end at offsets[e]. With a permutation, row n is the token
    x[permutation[n] / top_k], else x[n].
 
-   NOT_SERVED: rows that do not exist, or rows without an expert. NO_MEMORY: for a weight. */
+   NOT_SERVED: rows that do not exist, or rows without an expert. NO_MEMORY: for a weight and its rows. */
 int acmoe_rows_times_weights(const float *x, const int64_t *permutation, int64_t top_k,
                              const int64_t *offsets, const float *weight, const float *bias,
                              int64_t N, int64_t E, int64_t I, int64_t O, int relu, float *out) {
     if (!ends_at(offsets, E, N)) return NOT_SERVED;
     if (permutation != NULL && outside(permutation, N, 0, N)) return NOT_SERVED;
-    float *exchanged = NULL;
+    float *memory = NULL; /* an exchanged weight, and the rows that are gathered for it */
     int64_t n = 0;
     for (int64_t e = 0; e < E; e++) {
-        if (permutation == NULL && offsets[e] - n >= MANY_ROWS) {
-            if (exchanged == NULL) exchanged = malloc(sizeof(float) * (size_t)(I * O));
-            if (exchanged == NULL) return NO_MEMORY;
-            exchange_axes(weight + e * O * I, O, I, exchanged);
-            const struct product of = {x + n * I, exchanged, I, 1, I, O};
-            multiply(&of, offsets[e] - n, out + n * O);
+        const int64_t number = offsets[e] - n;
+        if (number >= MANY_ROWS) {
+            if (memory == NULL) memory = malloc(sizeof(float) * (size_t)(I * O + N * I));
+            if (memory == NULL) return NO_MEMORY;
+            exchange_axes(weight + e * O * I, O, I, memory);
+            float *gathered = memory + I * O;
+            for (int64_t r = 0; permutation != NULL && r < number; r++)
+                memcpy(gathered + r * I, x + permutation[n + r] / top_k * I, sizeof(float) * (size_t)I);
+            const struct product of = {permutation == NULL ? x + n * I : gathered, memory, I, 1, I, O};
+            multiply(&of, number, out + n * O);
             for (; n < offsets[e]; n++) finish(bias == NULL ? NULL : bias + e * O, O, relu, out + n * O);
             continue;
         }
@@ -122,7 +126,7 @@ int acmoe_rows_times_weights(const float *x, const int64_t *permutation, int64_t
             n += rows;
         }
     }
-    free(exchanged);
+    free(memory);
     return SERVED;
 }
 
