@@ -133,7 +133,7 @@ def test_other_calls_run_other_kernels() -> None:
     assert kernel_of(x, weights, rows, gate, complete=False) == "torch"
     viewed = weights._replace(up=weights.up.mT.contiguous().mT)
     assert kernel_of(x, viewed, rows, gate) == "cpu"
-    few, many = call(dim=native.MOST // 36), call(dim=native.MOST // 36 + 1)
+    few, many = (call(dim=native.MOST // 36 + more, experts=2) for more in (0, 1))
     assert [kernel_of(*few), kernel_of(*many)] == ["native", "cpu"]  # 12 rows of 3 hidden units
     small, large = (
         call(dim=native.MOST_WEIGHTS // 6 + more, experts=9, tokens=1) for more in (0, 1)
