@@ -1,99 +1,102 @@
 /* Dispersion of each cluster (Definition 1 of the paper), and the scale computed from it.
 
-   ops/statistics/dispersion.py and scale.py define the results. Sums over tokens are float32 within
-   a block of tokens and float64 beyond it. */
+   ops/statistics/dispersion.py and scale.py define the results. Tokens are first sorted by cluster, so
+   that sums stay in registers. Sums over the tokens of a cluster are float32 within a block of them and
+   float64 beyond it. */
 
 #include "acmoe.h"
 
-enum { MAD, VARIANCE, STD };
+enum { MAD, VARIANCE, STD, MEAN };
 enum { BLOCK = 256 }; /* tokens that are added up in float32 */
+enum { VECTORS = 4 }; /* of features that are added up at once */
 
 /* The tokens of a call, and what is known of their clusters. */
 struct clusters {
     const float *x;         /* (T, D) */
     const int64_t *cluster; /* (T,) */
     int64_t T, D, C;
-    int64_t *first;  /* (C,) first token of each cluster, -1 for none */
-    int64_t *number; /* (C,) tokens of each cluster */
-    float *mean;     /* (C, D) mean, relative to the first token */
-    double *sum;     /* (C, D) */
-    float *part;     /* (C, D) sums of a block of tokens */
+    int64_t *token; /* (T,) tokens in the order of their clusters */
+    int64_t *end;   /* (C,) place in `token` after each cluster's last one */
+    float *mean;    /* (C, D) mean, relative to the first token */
+    double *sum;    /* (C, D) */
 };
 
-static void count(struct clusters *of) {
+static inline int64_t begin_of(const struct clusters *of, int64_t c) { return c > 0 ? of->end[c - 1] : 0; }
+
+static inline int64_t number_of(const struct clusters *of, int64_t c) { return of->end[c] - begin_of(of, c); }
+
+/* Sort the tokens by cluster; those of a cluster keep their order. */
+static void sort(struct clusters *of) {
+    memset(of->end, 0, sizeof(int64_t) * (size_t)of->C);
+    for (int64_t t = 0; t < of->T; t++) of->end[of->cluster[t]] += 1;
+    for (int64_t c = 1; c < of->C; c++) of->end[c] += of->end[c - 1];
+    for (int64_t t = of->T - 1; t >= 0; t--) of->token[--of->end[of->cluster[t]]] = t;
+    /* Now each cluster's place is its begin, which is the end of the one before. */
+    for (int64_t c = 0; c + 1 < of->C; c++) of->end[c] = of->end[c + 1];
+    if (of->C > 0) of->end[of->C - 1] = of->T;
+}
+
+static inline lanes magnitude(lanes v) { return (lanes)((marks)v & 0x7fffffff); }
+
+/* Write a cluster's sums of `width` features from d on, at most VECTORS vectors of them: of the features
+   relative to the first token (MEAN), or of what they deviate from their mean. */
+INLINE void add_up(const struct clusters *of, int64_t c, int64_t d, int64_t width, int measure) {
+    const int64_t begin = begin_of(of, c), stop = of->end[c];
+    double *sum = of->sum + c * of->D + d;
+    for (int64_t i = 0; i < width; i++) sum[i] = 0.0;
+    lanes anchor[VECTORS] = {{0}}, mean[VECTORS] = {{0}};
+    for (int v = 0; begin < stop && v < VECTORS; v++) {
+        anchor[v] = load(of->x + of->token[begin] * of->D + d + v * LANES, width - v * LANES);
+        if (measure != MEAN) mean[v] = load(of->mean + c * of->D + d + v * LANES, width - v * LANES);
+    }
+    for (int64_t block = begin; block < stop; block += BLOCK) {
+        lanes part[VECTORS] = {{0}};
+        const int64_t end = block + BLOCK < stop ? block + BLOCK : stop;
+        for (int64_t n = block; n < end; n++) {
+            const float *x = of->x + of->token[n] * of->D + d;
+            for (int v = 0; v < VECTORS; v++) {
+                const lanes away = (load(x + v * LANES, width - v * LANES) - anchor[v]) - mean[v];
+                if (measure == MEAN)
+                    part[v] += away;
+                else
+                    part[v] += measure == MAD ? magnitude(away) : away * away;
+            }
+        }
+        for (int64_t i = 0; i < width; i++) sum[i] += part[i / LANES][i % LANES];
+    }
+}
+
+/* Write the sums of all clusters and features. */
+INLINE void add_up_all(const struct clusters *of, int measure) {
+    const int64_t most = VECTORS * LANES;
     for (int64_t c = 0; c < of->C; c++) {
-        of->first[c] = -1;
-        of->number[c] = 0;
-    }
-    for (int64_t t = of->T - 1; t >= 0; t--) {
-        of->first[of->cluster[t]] = t;
-        of->number[of->cluster[t]] += 1;
-    }
-}
-
-/* Return the first token after the block that begins at `begin`. */
-static inline int64_t end_of(const struct clusters *of, int64_t begin) {
-    return begin + BLOCK < of->T ? begin + BLOCK : of->T;
-}
-
-/* Move the sums of a block to those of all tokens. */
-static void flush(struct clusters *of) {
-    for (int64_t i = 0; i < of->C * of->D; i++) {
-        of->sum[i] += of->part[i];
-        of->part[i] = 0.0f;
+        int64_t d = 0;
+        for (; d + most <= of->D; d += most) add_up(of, c, d, most, measure);
+        if (d < of->D) add_up(of, c, d, of->D - d, measure);
     }
 }
 
 /* Write the mean of each cluster relative to its first token, so that equal tokens deviate by 0. */
 static void means(struct clusters *of) {
-    const int64_t D = of->D;
-    for (int64_t begin = 0; begin < of->T; begin += BLOCK) {
-        for (int64_t t = begin; t < end_of(of, begin); t++) {
-            const int64_t c = of->cluster[t];
-            const float *x = of->x + t * D, *anchor = of->x + of->first[c] * D;
-            float *sum = of->part + c * D;
-            EACH
-            for (int64_t d = 0; d < D; d++) sum[d] += x[d] - anchor[d];
-        }
-        flush(of);
-    }
+    add_up_all(of, MEAN);
     for (int64_t c = 0; c < of->C; c++) {
-        const double tokens = of->number[c] > 0 ? (double)of->number[c] : 1.0;
-        for (int64_t d = 0; d < D; d++) {
-            of->mean[c * D + d] = (float)(of->sum[c * D + d] / tokens);
-            of->sum[c * D + d] = 0.0;
-        }
+        const double tokens = number_of(of, c) > 0 ? (double)number_of(of, c) : 1.0;
+        for (int64_t i = c * of->D; i < (c + 1) * of->D; i++) of->mean[i] = (float)(of->sum[i] / tokens);
     }
 }
 
 /* Write the dispersion (C, D), and return the number of entries that are not finite. */
 static int64_t dispersion(struct clusters *of, int measure, float *spread) {
-    const int64_t D = of->D;
-    for (int64_t begin = 0; begin < of->T; begin += BLOCK) {
-        for (int64_t t = begin; t < end_of(of, begin); t++) {
-            const int64_t c = of->cluster[t];
-            const float *x = of->x + t * D, *anchor = of->x + of->first[c] * D;
-            const float *mean = of->mean + c * D;
-            float *sum = of->part + c * D;
-            if (measure == MAD) {
-                EACH
-                for (int64_t d = 0; d < D; d++) sum[d] += fabsf((x[d] - anchor[d]) - mean[d]);
-            } else {
-                EACH
-                for (int64_t d = 0; d < D; d++) {
-                    const float away = (x[d] - anchor[d]) - mean[d];
-                    sum[d] += away * away;
-                }
-            }
-        }
-        flush(of);
-    }
+    if (measure == MAD)
+        add_up_all(of, MAD);
+    else
+        add_up_all(of, VARIANCE);
     int64_t bad = 0;
     for (int64_t c = 0; c < of->C; c++) {
-        const double tokens = of->number[c] > 0 ? (double)of->number[c] : 1.0;
-        for (int64_t d = 0; d < D; d++) {
-            const float value = (float)(of->sum[c * D + d] / tokens);
-            spread[c * D + d] = measure == STD ? sqrtf(value) : value;
+        const double tokens = number_of(of, c) > 0 ? (double)number_of(of, c) : 1.0;
+        for (int64_t i = c * of->D; i < (c + 1) * of->D; i++) {
+            const float value = (float)(of->sum[i] / tokens);
+            spread[i] = measure == STD ? sqrtf(value) : value;
             bad += !(value <= FLT_MAX);
         }
     }
@@ -104,8 +107,8 @@ static int64_t dispersion(struct clusters *of, int measure, float *spread) {
 static void add(const struct clusters *of, const float *spread, float *mean, float *total, int64_t least) {
     const int64_t D = of->D;
     for (int64_t c = 0; c < of->C; c++) {
-        if (of->number[c] < least) continue;
-        const float number = (float)of->number[c];
+        const float number = (float)number_of(of, c);
+        if (number_of(of, c) < least) continue;
         total[c] += number;
         const float share = number / total[c], rest = 1.0f - share;
         const float *new = spread + c * D;
@@ -128,7 +131,7 @@ static void scale_of(const struct clusters *of, const float *spread, double floo
         SUM_OVER(mean)
         for (int64_t d = 0; d < D; d++) mean += s[d];
         mean /= (double)D;
-        if (of->number[c] < min_tokens || (eps == 0.0 && mean <= 0.0)) {
+        if (number_of(of, c) < min_tokens || (eps == 0.0 && mean <= 0.0)) {
             for (int64_t d = 0; d < D; d++) scale[c * D + d] = 1.0f;
             continue;
         }
@@ -155,22 +158,21 @@ int acmoe_statistics(const float *x, const int64_t *cluster, int64_t T, int64_t 
                      int64_t min_tokens) {
     if (outside(cluster, T, 0, C)) return NOT_SERVED;
     const size_t size = (size_t)(C * D);
-    struct clusters of = {x, cluster, T, D, C, NULL, NULL, NULL, NULL, NULL};
+    struct clusters of = {x, cluster, T, D, C, NULL, NULL, NULL, NULL};
     const size_t own = spread == NULL ? size : 0;
-    char *work = calloc(1, size * (sizeof(double) + 2 * sizeof(float)) + own * sizeof(float) +
-                               2 * sizeof(int64_t) * (size_t)C);
+    char *work = malloc(size * sizeof(double) + (size_t)(T + C) * sizeof(int64_t) +
+                        (size + own) * sizeof(float));
     if (work == NULL) return NO_MEMORY;
     of.sum = (double *)work;
-    of.first = (int64_t *)(of.sum + size);
-    of.number = of.first + C;
-    of.mean = (float *)(of.number + C);
-    of.part = of.mean + size;
-    if (spread == NULL) spread = of.part + size;
-    count(&of);
+    of.token = (int64_t *)(of.sum + size);
+    of.end = of.token + T;
+    of.mean = (float *)(of.end + C);
+    if (spread == NULL) spread = of.mean + size;
+    sort(&of);
     means(&of);
     const int finite = dispersion(&of, measure, spread) == 0;
     if (finite) {
-        for (int64_t c = 0; number != NULL && c < C; c++) number[c] = (float)of.number[c];
+        for (int64_t c = 0; number != NULL && c < C; c++) number[c] = (float)number_of(&of, c);
         if (scale != NULL) scale_of(&of, spread, floor, eps, min_tokens, of.sum, scale);
         if (pending_mean != NULL) add(&of, spread, pending_mean, pending_count, least);
     }
