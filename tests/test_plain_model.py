@@ -28,7 +28,10 @@ def moe(layer: acmoe.MoE, x: Tensor, state: acmoe.RoutingState, ids: Tensor, slo
     rows = sort_rows(routing.expert_ids, layer.num_experts)
     dropout = experts.dropout if layer.training else 0.0
     y = expert_mlp(
-        x.reshape(-1, layer.dim), weights, rows, routing.gate, activation="relu", dropout=dropout
+        *(x.reshape(-1, layer.dim), weights, rows, routing.gate),
+        activation="relu",
+        dropout=dropout,
+        complete=True,  # every row has an expert, which the kernel of the layer relies on
     )
     return y.view(x.shape), layer.next_state(x, routing, state)
 
