@@ -1,7 +1,7 @@
 """Register the faster kernels of the op `expert_mlp`.
 
 triton       gather, GEMMs, activation, gate and combine as fused kernels (autograd.py)
-native       few rows of small experts without gradients, in C (native.py)
+native       few rows of small experts, in C (native.py, native_gradient.py)
 cpu          the definition in fewer calls (cpu.py, cpu_gradient.py, one_token.py)
 grouped_mm   the definition, with torch's grouped GEMM
 sonicmoe     the SonicMoE package, if it is installed and requested by name
