@@ -21,6 +21,8 @@ enum { SERVED = 0, NOT_SERVED = 1, NO_MEMORY = 2 };
 #define PRAGMA(text) _Pragma(#text)
 #define SUM_OVER(...) PRAGMA(omp simd reduction(+ : __VA_ARGS__))
 #define EACH PRAGMA(omp simd)
+/* A loop over vectors that should stay in registers: copied for each step, which GCC leaves to us. */
+#define UNROLLED PRAGMA(GCC unroll 8)
 
 /* A function that the compiler makes anew for each call, for the constants among its arguments. */
 #define INLINE static inline __attribute__((always_inline))

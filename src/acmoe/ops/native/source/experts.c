@@ -13,9 +13,11 @@
 /* Return the sums of the lanes of eight vectors, in the order of the vectors. */
 INLINE lanes sums_of(const lanes *v) {
     lanes two[4], four[2];
+    UNROLLED
     for (int i = 0; i < 4; i++)
         two[i] = PICK(v[2 * i], v[2 * i + 1], 0, 8, 1, 9, 4, 12, 5, 13) +
                  PICK(v[2 * i], v[2 * i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    UNROLLED
     for (int i = 0; i < 2; i++)
         four[i] = PICK(two[2 * i], two[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
                   PICK(two[2 * i], two[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
@@ -34,8 +36,10 @@ struct layer {
 INLINE void add_products(const float *const *row, int rows, const float *const *w, int64_t i,
                          int64_t width, lanes *sum) {
     const int outputs = LANES / rows;
+    UNROLLED
     for (int q = 0; q < outputs; q++) {
         const lanes v = load(w[q] + i, width);
+        UNROLLED
         for (int r = 0; r < rows; r++) sum[r * outputs + q] += v * load(row[r] + i, width);
     }
 }
