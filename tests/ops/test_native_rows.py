@@ -133,26 +133,20 @@ def test_other_calls_run_other_kernels() -> None:
     assert kernel_of(x, weights, rows, gate, complete=False) == "torch"
     viewed = weights._replace(up=weights.up.mT.contiguous().mT)
     assert kernel_of(x, viewed, rows, gate) == "cpu"
-    few, many = (call(dim=native.MOST // 36 + more, experts=2) for more in (0, 1))
-    assert [kernel_of(*few), kernel_of(*many)] == ["native", "cpu"]  # 12 rows of 3 hidden units
-    small, large = (
-        call(dim=native.MOST_WEIGHTS // 6 + more, experts=9, tokens=1) for more in (0, 1)
-    )
-    assert [kernel_of(*small), kernel_of(*large)] == ["native", "cpu"]  # 2 of the experts are read
+    sizes = {"tokens": 12, "experts": 2}  # 24 rows of 3 hidden units
+    few, many = (call(dim=native.MOST // 72 + more, **sizes) for more in (0, 1))
+    assert [kernel_of(*few), kernel_of(*many)] == ["native", "cpu"]
 
 
-def test_with_gradients_more_products_and_fewer_weights_run_in_c() -> None:
-    def learned(**sizes: int) -> str:
-        x, weights, rows, gate = call(**sizes)
-        return kernel_of(x.requires_grad_(), weights, rows, gate)
+def test_the_weights_that_are_read_or_trained_are_few_enough_for_one_thread() -> None:
+    def kernel(trained: bool, experts: int, dim: int) -> str:
+        x, weights, rows, gate = call(tokens=1, experts=experts, dim=dim)
+        return kernel_of(x.requires_grad_(trained), weights, rows, gate)
 
-    least = {"dim": native.MOST_WITH_GRADIENTS // 72, "tokens": 12, "experts": 2}
-    assert native.MOST_WITH_GRADIENTS // 72 * 72 > native.MOST
-    assert learned(**least) == "native"  # 24 rows of 3 hidden units
-    assert learned(**least | {"dim": least["dim"] + 1}) == "cpu"
-    wide = {"dim": native.MOST_WEIGHTS // 9, "tokens": 1, "experts": 3}
-    assert learned(**wide) == "native"
-    assert learned(**wide | {"dim": wide["dim"] + 1}) == "cpu"
+    read = native.MOST_WEIGHTS // 6  # features of 2 experts with 3 hidden units
+    assert [kernel(False, 9, read), kernel(False, 9, read + 1)] == ["native", "cpu"]
+    all_nine = native.MOST_WEIGHTS // 27
+    assert [kernel(True, 9, all_nine), kernel(True, 9, all_nine + 1)] == ["native", "cpu"]
 
 
 def test_sizes_that_do_not_fit_are_left_to_torch() -> None:

@@ -21,7 +21,7 @@ from acmoe.ops.native.library import unsupported_ids, unsupported_size
 from acmoe.ops.sort.reference import Rows
 
 # Up to these sizes one thread takes less time than BLAS in two, and torch's calls around it.
-MOST, MOST_WITH_GRADIENTS = 2**21, 2**22  # products N * W * D
+MOST = 2**22  # products N * W * D
 MOST_WEIGHTS = 2**19  # W * D of all experts that have rows; with gradients, of all experts
 
 
@@ -50,11 +50,10 @@ def unsupported(
 def _large(x: Tensor, weights: ExpertWeights, gate: Tensor) -> str | None:
     """Return the reason why a call of this size is left to torch, or None."""
     (E, W, D), N = weights.up.shape, gate.numel()
-    trained = records_gradient(x, gate, *weights)
-    read = (E if trained else min(E, N)) * W * D
+    read = (E if records_gradient(x, gate, *weights) else min(E, N)) * W * D
     if read > MOST_WEIGHTS:
         return unsupported_size(read, MOST_WEIGHTS, "weights")
-    return unsupported_size(N * W * D, MOST_WITH_GRADIENTS if trained else MOST, "products")
+    return unsupported_size(N * W * D, MOST, "products")
 
 
 def _fit(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, activation: str) -> bool:
