@@ -9,6 +9,7 @@ from torch import Tensor
 import acmoe
 from acmoe.ops import dispatch
 from acmoe.ops.dispatch import Op, record_choices, requested, use_backend
+from acmoe.ops.native.library import missing
 
 
 def double(x: Tensor, *, times: int = 2) -> Tensor:
@@ -146,7 +147,7 @@ def test_a_cpu_layer_runs_on_kernels_of_a_cpu_and_says_so(caplog):
     state = acmoe.RoutingState.identity(num_tokens=3, num_clusters=2, dim=8)
     with caplog.at_level(logging.INFO, logger="acmoe"), record_choices() as choices:
         moe(torch.randn(3, 8), state)
-    assert {choice.kernel for choice in choices} <= {"cpu", "native", "torch"}
-    assert "expert_mlp runs on " + choices[-1].kernel in caplog.messages
+    kernel = "cpu" if missing() else "native"
+    assert f"expert_mlp runs on {kernel}" in caplog.messages
     assert {choice.op for choice in choices} == {"route", "sort_rows", "expert_mlp"}
     assert all("CUDA device" in choice.reasons["triton"] for choice in choices)

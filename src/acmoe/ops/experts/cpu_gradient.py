@@ -94,7 +94,7 @@ class _Experts(torch.autograd.Function):
 def gradients(
     given: Saved, needed: tuple[bool, ...], grad_TD: Tensor, activation: str
 ) -> list[Tensor | None]:
-    """Return the gradients of the first six fields, None where none is needed."""
+    """Return the gradients of x, gate, weights and biases; None where one is not needed."""
     # up and down may be transposed views, which the products take.
     saved = Saved(*(*as_saved(given[:2]), *given[2:4], *as_saved(given[4:])))
     found: list[Tensor | None] = [None] * 6

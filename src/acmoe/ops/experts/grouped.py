@@ -184,7 +184,7 @@ def _outer(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def _direct(x: Tensor, *others: Tensor) -> bool:
-    """Return True if products may be made now, without a custom op; they read the offsets."""
+    """Return True if the products may read the offsets on the host, without a custom op."""
     return not x.is_meta and eager(x, *others)
 
 

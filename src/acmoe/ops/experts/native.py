@@ -12,7 +12,6 @@ from acmoe.ops.experts.native_products import (
     hidden_units,
     rows_times_weights,
     sum_of_choices,
-    tokens_times_weights,
 )
 from acmoe.ops.experts.reference import ExpertWeights, expert_mlp
 from acmoe.ops.grad_mode import records_gradient
@@ -87,7 +86,9 @@ def expert_mlp_in_c(
     try:
         if records_gradient(x, gate, *weights):
             return expert_mlp_in_c_with_gradient(x, weights, rows, gate, activation)
-        h_NW = tokens_times_weights(x, gate.shape[1], weights.up, weights.up_bias, rows, relu=relu)
+        h_NW = rows_times_weights(
+            *(x, weights.up, weights.up_bias, rows), relu=relu, top_k=gate.shape[1]
+        )
         h_NF = hidden_units(h_NW, activation)
         y_ND = rows_times_weights(h_NF, weights.down, weights.down_bias, rows, relu=False)
         return sum_of_choices(y_ND, rows.inverse, gate)

@@ -31,7 +31,7 @@ from acmoe.ops.sort.reference import Rows
 def expert_mlp_in_c_with_gradient(
     x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, activation: str
 ) -> Tensor:
-    """Compute `expert_mlp`, (T, D); raise NotServedError for rows that do not exist."""
+    """Compute `expert_mlp`, (T, D); raise NotServedError where C refuses it."""
     found: Tensor = apply(_Experts, dispatch(x, rows), gate, *weights, rows, activation)
     return found
 
@@ -78,7 +78,7 @@ def _gradients(
 def _in_c(
     saved: Saved, needed: tuple[bool, ...], grad_TD: Tensor, activation: str
 ) -> list[Tensor | None]:
-    """Return the gradients of the first six fields, None where none is needed."""
+    """Return the gradients of x, gate, weights and biases; None where one is not needed."""
     of_x, of_gate, of_up, of_down, of_up_bias, of_down_bias = needed
     through_up = of_x or of_up or of_up_bias
     grad_ND, grad_TK = gradients_of_sum(

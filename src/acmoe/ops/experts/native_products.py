@@ -16,7 +16,7 @@ from acmoe.ops.sort.reference import Rows
 
 
 class NotServedError(Exception):
-    """C refused a call: rows without an expert, or rows that do not exist."""
+    """C refused a call: rows without an expert, rows that do not exist, or too little memory."""
 
 
 def _run(function: Callable[..., int], *arguments: Any) -> None:
@@ -25,35 +25,25 @@ def _run(function: Callable[..., int], *arguments: Any) -> None:
 
 
 def rows_times_weights(
-    x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, rows: Rows, *, relu: bool
-) -> Tensor:
-    """Return (N, O): each row times the weight of its expert, plus its expert's bias."""
-    return _times_weights(x_NI, None, 1, weight_EOI, bias_EO, rows, relu=relu)
-
-
-def tokens_times_weights(
-    x_TI: Tensor, top_k: int, weight_EOI: Tensor, bias_EO: Tensor | None, rows: Rows, *, relu: bool
-) -> Tensor:
-    """Return (N, O): as `rows_times_weights`, of rows that are gathered from their tokens."""
-    return _times_weights(x_TI, rows.permutation, top_k, weight_EOI, bias_EO, rows, relu=relu)
-
-
-def _times_weights(
     x: Tensor,
-    gather_N: Tensor | None,
-    top_k: int,
     weight_EOI: Tensor,
     bias_EO: Tensor | None,
     rows: Rows,
     *,
     relu: bool,
+    top_k: int | None = None,
 ) -> Tensor:
+    """Return (N, O): each row times the weight of its expert, plus its expert's bias.
+
+    x: the sorted rows (N, I); or, with top_k, the tokens (T, I) from which C gathers them.
+    """
     N, (E, O, I) = rows.permutation.numel(), weight_EOI.shape  # noqa: E741
+    gather_N = None if top_k is None else rows.permutation
     out_NO = x.new_empty(N, O)
     _run(
         functions().rows_times_weights,
-        *(x.data_ptr(), pointer(gather_N), top_k, rows.offsets.data_ptr(), weight_EOI.data_ptr()),
-        *(pointer(bias_EO), N, E, I, O, relu, out_NO.data_ptr()),
+        *(x.data_ptr(), pointer(gather_N), top_k or 1, rows.offsets.data_ptr()),
+        *(weight_EOI.data_ptr(), pointer(bias_EO), N, E, I, O, relu, out_NO.data_ptr()),
     )
     return out_NO
 
@@ -113,7 +103,8 @@ def rows_through_weights(
 ) -> Tensor:
     """Return (N, I): each row times the transposed weight of its expert.
 
-    hidden_NI: results of relu, through which the gradient goes on.
+    hidden_NI: if the weights had read the result of relu, that result: where it is 0, so is the
+    gradient.
     """
     N, (E, O, I) = grad_NO.shape[0], weight_EOI.shape  # noqa: E741
     grad_NI = grad_NO.new_empty(N, I)

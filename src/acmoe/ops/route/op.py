@@ -2,7 +2,7 @@
 
 triton   one kernel reads each token once and writes its affinities, chosen experts and gates, and
          the sums that the balance loss needs
-native   small calls on a CPU without gradients, in C (native.py)
+native   small calls on a CPU, in C (native.py)
 cpu      few tokens without gradients, ranked by torch.topk (cpu.py)
 
 T tokens, D features, E experts, C clusters.

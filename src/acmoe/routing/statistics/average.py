@@ -55,7 +55,7 @@ class RunningAverage(StepStatistics):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickle or deepcopy, and compute its scale anew.
 
-        Its tensors count their versions from the start, up to those of the original.
+        The tensors of a copy count their versions anew, so a version may equal one that was seen.
         """
         super().__setstate__(state)
         self.__dict__.setdefault("measure", self.config.measure)  # pickles of earlier versions
