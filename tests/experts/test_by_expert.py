@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from acmoe import MoE
 from acmoe.ops.dispatch import use_backend
-from acmoe.ops.experts import by_expert as products
-from acmoe.ops.experts.by_expert import by_expert, outer_by_expert
+from acmoe.ops.experts.cpu import by_expert as products
+from acmoe.ops.experts.cpu.by_expert import by_expert, outer_by_expert
 
 HAS_GROUPED = products.has_grouped_on_cpu()
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1}

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from acmoe import MoE
 from acmoe.ops.dispatch import record_choices, use_backend
-from acmoe.ops.experts import ExpertWeights, by_expert, expert_mlp
+from acmoe.ops.experts import ExpertWeights, expert_mlp
+from acmoe.ops.experts.cpu import by_expert
 from acmoe.ops.sort import Rows, sort_rows
 
 pytestmark = pytest.mark.usefixtures("no_native_here")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from acmoe.ops.experts import products
+from acmoe.ops.experts.cpu import products
 from acmoe.ops.experts.grouped import grouped_linear
 from acmoe.ops.experts.grouped_mm import grouped_mm
 from slow_cases import mostly_slow

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from acmoe import MoE
 from acmoe.ops.dispatch import record_choices
-from acmoe.ops.experts import ExpertWeights, expert_mlp, native
+from acmoe.ops.experts import ExpertWeights, expert_mlp
+from acmoe.ops.experts.cpu import native
 from acmoe.ops.native.library import missing
 from acmoe.ops.sort import Rows, sort_rows
 

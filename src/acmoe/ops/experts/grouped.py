@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from acmoe.ops.dispatch import eager, transforming
-from acmoe.ops.experts.by_expert import by_expert, outer_by_expert
-from acmoe.ops.experts.loops import rows_per_expert
+from acmoe.ops.experts.cpu.by_expert import by_expert, outer_by_expert
+from acmoe.ops.experts.cpu.loops import rows_per_expert
 from acmoe.ops.flops import tell_counters
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.once import apply

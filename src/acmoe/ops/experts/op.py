@@ -1,8 +1,8 @@
 """Register the faster kernels of the op `expert_mlp`.
 
 triton       gather, GEMMs, activation, gate and combine as fused kernels (autograd.py)
-native       few rows of small experts, in C (native.py, native_gradient.py)
-cpu          the definition in fewer calls (cpu.py, cpu_gradient.py, one_token.py)
+native       few rows of small experts, in C (cpu/native.py, cpu/native_gradient.py)
+cpu          the definition in fewer calls (cpu/forward.py, cpu/gradient.py, cpu/one_token.py)
 grouped_mm   the definition, with torch's grouped GEMM
 sonicmoe     the SonicMoE package, if it is installed and requested by name
 """
@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from acmoe.ops.device_support import installed, triton_unsupported
-from acmoe.ops.experts import cpu, native
 from acmoe.ops.experts.autograd import fused_expert_mlp
+from acmoe.ops.experts.cpu import forward as cpu
+from acmoe.ops.experts.cpu import native
 from acmoe.ops.experts.grouped_mm import grouped_mm, grouped_mm_unsupported
 from acmoe.ops.experts.padding import pad_experts, worth_padding
 from acmoe.ops.experts.reference import ExpertWeights, expert_mlp, expert_mlp_with

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.ops.dispatch import eager, op, transforming
-from acmoe.ops.experts.bags import in_bags, sum_of_choices, sum_of_rows
+from acmoe.ops.experts.cpu.bags import in_bags, sum_of_choices, sum_of_rows
 from acmoe.ops.experts.grouped import adds_bias, grouped_linear
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.once import apply

@@ -6,8 +6,8 @@ E experts.
 
 from torch import Tensor
 
-from acmoe.ops.experts.native_gradient import expert_mlp_in_c_with_gradient
-from acmoe.ops.experts.native_products import (
+from acmoe.ops.experts.cpu.native_gradient import expert_mlp_in_c_with_gradient
+from acmoe.ops.experts.cpu.native_products import (
     NotServedError,
     hidden_units,
     rows_times_weights,

@@ -20,9 +20,9 @@ import functools
 import torch
 from torch import Tensor
 
+from acmoe.ops.experts.cpu.loops import by_sizes, expert_of_rows, outer_by_sizes, rows_per_expert
+from acmoe.ops.experts.cpu.products import chooses_onednn
 from acmoe.ops.experts.grouped_mm import rows_by_torch, weights_by_torch
-from acmoe.ops.experts.loops import by_sizes, expert_of_rows, outer_by_sizes, rows_per_expert
-from acmoe.ops.experts.products import chooses_onednn
 
 MOST_EXPERTS = 8  # for each row; an expert without rows takes time in the call, none in the loop
 # Numbers of the result, for each expert, up to which adding a bias afterwards takes less time than

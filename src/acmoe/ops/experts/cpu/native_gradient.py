@@ -1,6 +1,6 @@
 """The experts in C with gradients, for few rows of small experts: one autograd function.
 
-It is the function of cpu_gradient.py with other products. A backward that C cannot serve runs
+It is the function of gradient.py with other products. A backward that C cannot serve runs
 there: one that is batched, that somebody traces, or that is differentiated in turn.
 
 T tokens, K experts per token, N = T * K rows, D features, F hidden units, W = F (or 2F for swiglu),
@@ -10,9 +10,8 @@ E experts.
 import torch
 from torch import Tensor
 
-from acmoe.ops.experts.cpu_gradient import Saved, by_definition, gradients, through_activation
-from acmoe.ops.experts.grouped import is_batched
-from acmoe.ops.experts.native_products import (
+from acmoe.ops.experts.cpu.gradient import Saved, by_definition, gradients, through_activation
+from acmoe.ops.experts.cpu.native_products import (
     NotServedError,
     gradient_of_swiglu,
     gradients_of_sum,
@@ -22,6 +21,7 @@ from acmoe.ops.experts.native_products import (
     rows_times_weights,
     sum_of_choices,
 )
+from acmoe.ops.experts.grouped import is_batched
 from acmoe.ops.experts.reference import ExpertWeights, dispatch
 from acmoe.ops.native.library import unsupported
 from acmoe.ops.once import apply, as_saved
@@ -64,7 +64,7 @@ class _Experts(torch.autograd.Function):
 def _gradients(
     given: Saved, needed: tuple[bool, ...], grad_TD: Tensor, activation: str
 ) -> list[Tensor | None]:
-    """Compute `gradients` of cpu_gradient.py, in C where it serves."""
+    """Compute `gradients` of gradient.py, in C where it serves."""
     if not is_batched(grad_TD):
         saved, grad = Saved(*as_saved(given)), grad_TD.contiguous()
         if unsupported(grad, *saved[:9]) is None:

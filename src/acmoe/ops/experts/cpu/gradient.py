@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.ops.dispatch import eager
-from acmoe.ops.experts.bags import sum_of_choices
-from acmoe.ops.experts.by_expert import by_expert, outer_by_expert
+from acmoe.ops.experts.cpu.bags import sum_of_choices
+from acmoe.ops.experts.cpu.by_expert import by_expert, outer_by_expert
 from acmoe.ops.experts.grouped import (
     grouped_linear,
     is_batched,

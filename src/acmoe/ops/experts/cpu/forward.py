@@ -3,7 +3,7 @@
 The definition asks at each of its steps whether somebody traces the call, casts or differentiates
 it. A small layer takes as long to answer as to multiply: this kernel asks once, and then makes the
 products of the definition, with the same bits. With gradients it records one autograd function
-(cpu_gradient.py). A single token has its own form (one_token.py). docs/performance/cpu.md has the
+(gradient.py). A single token has its own form (one_token.py). docs/performance/cpu.md has the
 times.
 
 T tokens, K experts per token, N = T * K rows, D features, F hidden units, W = F (or 2F for swiglu).
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.dispatch import eager
-from acmoe.ops.experts.bags import sum_of_choices
-from acmoe.ops.experts.by_expert import by_expert
-from acmoe.ops.experts.cpu_gradient import expert_mlp_with_gradient
-from acmoe.ops.experts.one_token import expert_mlp_of_one_token
+from acmoe.ops.experts.cpu.bags import sum_of_choices
+from acmoe.ops.experts.cpu.by_expert import by_expert
+from acmoe.ops.experts.cpu.gradient import expert_mlp_with_gradient
+from acmoe.ops.experts.cpu.one_token import expert_mlp_of_one_token
 from acmoe.ops.experts.reference import ExpertWeights, activated, tokens_of
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.reference import Rows

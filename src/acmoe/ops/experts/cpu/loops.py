@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from acmoe.ops.experts.products import (
+from acmoe.ops.experts.cpu.products import (
     any_layout,
     as_vectors,
     laid_out,
