@@ -68,6 +68,23 @@ def fused_route(
     return Route(*(getattr(found, name) for name in Route._fields))
 
 
+def check_zero_loss(case: dict[str, Any], order: Tensor | None = None) -> None:
+    """Check that the kernel writes the loss of a router whose weight of the balance loss is 0."""
+    for learned in (False, True):
+        found = kernel(
+            ScaledTokens(case["x"].detach(), case["scale"], case["assignment"], order),
+            case["embedding"].detach().requires_grad_(learned),
+            case["bias"],
+            top_k=2,
+            over_selected=True,
+            balance_weight=0.0,
+        )
+        assert found.balance is not None
+        assert found.balance.tolist() == 0.0
+        assert (found.gate.requires_grad, found.balance.requires_grad) == (learned, False)
+        assert (found.gate_sum, found.load) == (None, None)
+
+
 def route_reference(
     x: Tensor,
     embedding: Tensor,

@@ -157,7 +157,7 @@ def common_losses(
     balance: the balance loss times its weight, if the caller has it.
     group: the name of the processes over whose tokens the balance loss is taken.
     """
-    if not weights.balance:
+    if not weights.balance and (weights.z or balance is None):
         return weighted_z_loss(weights, affinity_TE, mask_T)
     if balance is None:
         balance = weights.balance * balance_loss(

@@ -231,6 +231,7 @@ class TopKRouter(Router):
         temperature: float | None,
     ) -> Route:
         """Choose the experts of highest affinity (Eqn. 1) by the op `route`."""
+        weight = self.losses.balance
         return route(
             tokens,
             self.directions(tokens.x),
@@ -240,7 +241,7 @@ class TopKRouter(Router):
             token_mask=mask_T,
             temperature=temperature,
             noise=noise_TE,
-            balance_weight=None if self.loss_group else self.losses.balance,
+            balance_weight=None if self.loss_group and weight else weight,
         )
 
     def decide(
@@ -255,7 +256,7 @@ class TopKRouter(Router):
     def loss(self, found: Route, expert_ids_TK: Tensor, mask_T: Tensor | None) -> Tensor:
         """Return the weighted sum of the auxiliary losses, a scalar."""
         weights, temperature = self.losses, self.config.balance_temperature
-        balance = None if self.loss_group else found.balance
+        balance = found.balance
         if balance is None and found.load is not None and found.gate_sum is not None:
             balance = weights.balance * self._balance(
                 found.load, found.gate_sum, expert_ids_TK.shape[0], mask_T

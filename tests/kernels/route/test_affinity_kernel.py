@@ -15,6 +15,7 @@ from route_cases import (
     K,
     Route,
     T,
+    check_zero_loss,
     compare,
     drawn,
     fused_route,
@@ -129,6 +130,23 @@ def test_the_balance_loss_of_few_tokens_is_that_of_their_sums(
     expected = 0.3 * E * (load_E / load_E.sum() * gate_E / num_tokens).sum()
     assert found.balance is not None
     torch.testing.assert_close(found.balance.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["one kernel", "ranges of features", "many experts"])
+def test_the_kernel_writes_the_loss_of_a_router_without_one(
+    form: str, generator: torch.Generator, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from acmoe.ops.route.triton import few_tokens, many_experts, route, route_tiles
+
+    if form == "ranges of features":
+        monkeypatch.setattr(few_tokens, "FEWEST_FEATURES", 16)
+    elif form == "many experts":
+        for module in (route, route_tiles):
+            monkeypatch.setattr(module, "MANY_EXPERTS", E - 1)
+        monkeypatch.setattr(many_experts, "AFFINITY_TILE", (32, 16, 4, 2))
+    case = drawn(generator, device, torch.bfloat16, scaled=True)
+    assert few_tokens.in_ranges(case["x"], case["embedding"]) == (form == "ranges of features")
+    check_zero_loss(case)
 
 
 def test_an_embedding_of_16_bits_needs_no_split(generator: torch.Generator, device: str) -> None:

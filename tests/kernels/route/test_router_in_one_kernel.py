@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from route_cases import Route, fused_route, route_reference
+from route_cases import Route, check_zero_loss, fused_route, route_reference
 from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon")
@@ -111,6 +111,13 @@ def test_its_results_are_those_of_float64(
     torch.testing.assert_close(found.affinity.double(), exact.affinity, rtol=0, atol=2.0**-14)
     torch.testing.assert_close(found.gate.double(), exact.gate, rtol=2.0**-13, atol=0)
     torch.testing.assert_close(found.gate_sum.double(), exact.gate_sum, rtol=2.0**-13, atol=0)
+
+
+def test_it_writes_the_loss_of_a_router_without_one(
+    one_kernel: list[int], generator: torch.Generator, device: str
+) -> None:
+    check_zero_loss(drawn(40, generator, device))
+    assert one_kernel == [40, 40]
 
 
 def test_a_scale_of_one_changes_no_bit(

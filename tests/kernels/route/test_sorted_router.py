@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from route_cases import fused_route, route_reference, sorted_by
+from route_cases import check_zero_loss, fused_route, route_reference, sorted_by
 from sorted_cases import C, D, E, K, T, drawn_assignment
 from torch import Tensor
 
@@ -68,6 +68,16 @@ def test_the_sorted_router_is_the_reference(
     tolerances = [2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps, 2e-5, 2e-5]
     for one, other, allowed in zip(grads, exact_grads, tolerances, strict=True):
         assert (one - other).abs().max() < allowed * other.abs().max()
+
+
+def test_the_kernel_writes_the_loss_of_a_router_without_one(
+    generator: torch.Generator, device: str
+) -> None:
+    """All tokens may be in no cluster: the first blocks then have none."""
+    case = drawn(generator, device, torch.bfloat16)
+    check_zero_loss(case, sorted_by(case["assignment"], C))
+    case["assignment"].fill_(-1)
+    check_zero_loss(case, sorted_by(case["assignment"], C))
 
 
 @mostly_slow("dtype", [torch.float32, torch.bfloat16])

@@ -244,7 +244,7 @@ class _Eager(torch.autograd.Function):
         results = run(*inputs)
         ids, gate, affinity, gate_sum, load, first, *kept = results
         if repeats and totals == "none":
-            gate_sum = load = None
+            gate_sum = None  # `load` is a zero, a loss without gradient
         found += (ids, load, first)
         ctx.weight = weight
         share = load if repeats and totals == "shares" else None
@@ -267,8 +267,9 @@ def route_through(*inputs: Any, totals: str, weight: float = 1.0) -> tuple[Any, 
     """Return the results of `route_op`, then x, for the layers that read x after the router.
 
     totals: "none" if the caller does not read gate sum and load; "balance" if it wants the balance
-    loss of them times `weight`. The loss comes last, in place of gate sum and load. It is None, and
-    they are there, for many tokens whose gradient is recorded, and where others see the call.
+    loss of them times `weight`. The loss comes last, in place of gate sum and load, and is 0 for
+    "none". It is None, and they are there, for many tokens whose gradient is recorded, and where
+    others see the call.
 
     In eager mode the returned x is an output of this autograd node: the backward kernel adds its
     gradient to the router's own, which saves a launch that reads both. A custom op may not return
@@ -281,7 +282,7 @@ def route_through(*inputs: Any, totals: str, weight: float = 1.0) -> tuple[Any, 
     repeats = eager(x, embedding, bias, scale, inputs[4], inputs[7])
     if not recorded and repeats:
         found = _without_gradient(totals, weight, False, *inputs)
-        return *found, x, found[3] if totals == "balance" else None
+        return *found, x, None if totals == "sums" else found[3]
     passes = recorded and x.requires_grad
     if not repeats:
         tell_counters()
@@ -295,6 +296,8 @@ def route_through(*inputs: Any, totals: str, weight: float = 1.0) -> tuple[Any, 
     results = apply(_Eager, *learned, repeats, passes, totals, weight, constant)
     ids, load, first = constant
     gate, affinity, gate_sum = results[:3]
-    balance = gate_sum if repeats and totals == "shares" else None
+    balance = None
+    if repeats and totals != "sums":
+        balance = load if totals == "none" else gate_sum
     outputs = (ids, gate, affinity, gate_sum, load, first)
     return *outputs, results[3] if passes else x, balance

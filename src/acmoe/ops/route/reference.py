@@ -62,7 +62,8 @@ def route(
         temperature: softmax temperature of the balance loss; None: no `gate_sum` and no `load`.
         noise: (T, E) constant, added to the affinities before the top-k.
         balance_weight: `gate_sum` and `load` are wanted for the balance loss with this weight
-            alone; a kernel may return `balance` in their place. None: they are wanted.
+            alone; a kernel may return `balance` in their place. None: they are wanted. With a
+            weight of 0 and without a temperature, a kernel may return a `balance` of 0.
     """
     check_route(tokens, embedding, top_k, token_mask, noise)
     x_TD = tokens.dense().reshape(-1, embedding.shape[1])

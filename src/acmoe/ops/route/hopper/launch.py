@@ -84,7 +84,7 @@ def launch_router(
     """Route bf16 tokens in their own order among 33 to 128 experts.
 
     router: embedding (E, D), bias and noise. outputs: affinity (T, E), ids, gate, first choice, and
-    partial sums (2, N, E), which are written if `sums`.
+    partial sums (2, N, E), or with `sums=False` a number () that becomes 0.
     """
     embedding_ED, bias_E, noise_TE = router
     T, D = tokens.x.shape

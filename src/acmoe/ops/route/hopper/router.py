@@ -190,8 +190,12 @@ def router_kernel(
 ):
     """Route x (T, D), whose clusters' scales are (C, D), among E experts; D % 64 = 0.
 
-    HAS_SUMS: store the gate sums and loads of each 64 tokens to partial (2, blocks, E).
+    HAS_SUMS: store the gate sums and loads of each 64 tokens to partial (2, blocks, E); otherwise a
+    zero.
     """
+    if not HAS_SUMS:
+        if gl.program_id(0) == 0:
+            gl.store(partial_ptr, 0.0)
     x_bufs = make_buffers(STAGES, x_desc)
     w_bufs = make_buffers(STAGES, embedding_desc)
     full, empty = make_barriers(STAGES, 1, 2)

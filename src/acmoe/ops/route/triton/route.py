@@ -65,7 +65,7 @@ def route(
     Shapes: ids (T, K) int64, gate (T, K), affinity (T, E), gate sums (E,), load (E,), first (T,)
     int64. The first choice equals ids[:, 0], in a tensor of its own. over_selected: the gate is a
     softmax over the selected experts alone. Gate sums: sum over unmasked tokens of softmax(affinity
-    / temperature). totals: "none" if nobody reads gate sums and load, which are not written then;
+    / temperature). totals: "none" for a zero () in place of gate sums and load, which nobody reads;
     "balance" for the balance loss (), times `weight`, in their place; "shares" for that and, in
     place of the load, each expert's share of it (E,). keeps: return the rescaled tokens (T, D) that
     `many_affinities` kept for backward, too, if it kept any.
@@ -91,7 +91,8 @@ def route(
     first_T = ids_TK.new_empty(T)
     # The only program computes the loss itself, and writes it to `partial_2NE`.
     alone = totals == "balance" and N == 1 and not selecting.is_sorted
-    partial_2NE = affinity_TE.new_empty(() if alone else (2, N, E))
+    shape = () if alone or totals == "none" else (2, N, E)
+    partial_2NE = (affinity_TE.new_empty if T > 0 else affinity_TE.new_zeros)(shape)
     kept_TD: Tensor | None = None
     if T > 0:
         router = (
@@ -107,8 +108,9 @@ def route(
             _route_kernel, (N,), *tokens.pointers, *router, known, ids_TK, gate_TK,
             affinity_TE, partial_2NE, first_T, T, D, tokens.scale.shape[0], 1.0 / temperature,
             weight, E=E, K=top_k, SELECTED=over_selected, **flags, **selecting.flags,
-            RANGES=cdiv(D, size) if selects else 0, BALANCE=alone, BT=tile.tokens, BD=step,
-            BE=max(16, next_power_of_2(E)), BK=max(2, next_power_of_2(top_k)),
+            RANGES=cdiv(D, size) if selects else 0, TOTALS=_written(totals, alone),
+            BT=tile.tokens, BD=step, BE=max(16, next_power_of_2(E)),
+            BK=max(2, next_power_of_2(top_k)),
             num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.registers,
         )  # fmt: skip
     kept = () if kept_TD is None else (kept_TD,)
@@ -131,7 +133,7 @@ def _hopper_route(
 ) -> tuple[Tensor, ...]:
     """Return ids, gate, affinity, partial sums (2, N, E) and first choices by the Hopper kernel.
 
-    router: embedding, bias and noise. The partial sums are written if `sums`.
+    router: embedding, bias and noise. sums: False for a zero () in place of the partial sums.
     """
     from acmoe.ops.route.hopper.launch import ROWS_OF_SUMS, launch_router
 
@@ -140,7 +142,7 @@ def _hopper_route(
     gate_TK = affinity_TE.new_empty(T, top_k)
     ids_TK = affinity_TE.new_empty(T, top_k, dtype=torch.int64)
     first_T = ids_TK.new_empty(T)
-    partial_2NE = affinity_TE.new_empty(2, cdiv(T, ROWS_OF_SUMS), E)
+    partial_2NE = affinity_TE.new_empty((2, cdiv(T, ROWS_OF_SUMS), E) if sums else ())
     launch_router(
         *(tokens, router, (affinity_TE, ids_TK, gate_TK, first_T, partial_2NE)),
         top_k=top_k,
@@ -175,6 +177,13 @@ def _known_affinities(
         )
         return affinity_TE, kept_TD
     return affinity_TE, None  # not read
+
+
+def _written(totals: str, alone: bool) -> int:
+    """Return TOTALS of `_route_kernel`."""
+    if totals == "none":
+        return 0
+    return 2 if alone else 1
 
 
 def _reduce(partial_2NE: Tensor, num_tokens: int, totals: str, weight: float) -> tuple[Tensor, ...]:
@@ -271,18 +280,22 @@ def _route_kernel(
     HAS_BIAS: tl.constexpr, HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr,
     HAS_MASK: tl.constexpr, SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
     RANGES: tl.constexpr,
-    BALANCE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    TOTALS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
     """Select the experts of a block of tokens.
 
     RANGES: 0 to compute the affinities here, 1 if they are known, and more if `known` holds their
-    sums over so many ranges of features (few_tokens.py). BALANCE: this is the only program, and
-    writes the balance loss, times `weight`, to partial_ptr.
+    sums over so many ranges of features (few_tokens.py). TOTALS: 0 to write a zero to partial_ptr,
+    1 for the sums of the program, 2 if this is the only program, for the balance loss, times
+    `weight`.
     """
     start = tl.program_id(0) * BT
     e = tl.arange(0, BE)
     loss_ptr = partial_ptr
+    if TOTALS == 0:
+        if start == 0:
+            tl.store(loss_ptr, 0.0)
     partial_ptr += tl.program_id(0) * E + e
     t, in_bounds, unmasked, cluster = load_tokens(
         cluster_ptr, mask_ptr, perm_ptr, load_cluster_ends(cluster_ptr, C, BC), start, T, C,
@@ -290,9 +303,10 @@ def _route_kernel(
     )  # fmt: skip
     if SORTED:
         if tl.max(t) < 0:  # the block has padding slots only
-            tl.store(partial_ptr, tl.zeros((BE,), dtype=tl.float32), mask=e < E)
-            partial_ptr += tl.num_programs(0) * E
-            tl.store(partial_ptr, tl.zeros((BE,), dtype=tl.float32), mask=e < E)
+            if TOTALS == 1:
+                tl.store(partial_ptr, tl.zeros((BE,), dtype=tl.float32), mask=e < E)
+                partial_ptr += tl.num_programs(0) * E
+                tl.store(partial_ptr, tl.zeros((BE,), dtype=tl.float32), mask=e < E)
             return
     offs = t.to(tl.int64)[:, None] * E + e[None, :]
     valid = in_bounds[:, None] & (e[None, :] < E)
@@ -313,13 +327,14 @@ def _route_kernel(
         affinity, t, in_bounds, e, ids_ptr, gate_ptr, first_ptr, E, K, SELECTED, BT, BE, BK
     )
 
-    prob = tl.where(unmasked[:, None], softmax_rows(affinity * inverse_temperature), 0.0)
-    selected = (selected & unmasked[:, None]).to(tl.float32)
-    gate_sum, load = tl.sum(prob, axis=0), tl.sum(selected, axis=0)
-    if BALANCE:
-        share = load / tl.maximum(tl.sum(load), 1.0)
-        tl.store(loss_ptr, weight * (E * tl.sum(share * (gate_sum / T))))
-    else:
-        tl.store(partial_ptr, gate_sum, mask=e < E)
-        partial_ptr += tl.num_programs(0) * E
-        tl.store(partial_ptr, load, mask=e < E)
+    if TOTALS > 0:
+        prob = tl.where(unmasked[:, None], softmax_rows(affinity * inverse_temperature), 0.0)
+        selected = (selected & unmasked[:, None]).to(tl.float32)
+        gate_sum, load = tl.sum(prob, axis=0), tl.sum(selected, axis=0)
+        if TOTALS == 2:
+            share = load / tl.maximum(tl.sum(load), 1.0)
+            tl.store(loss_ptr, weight * (E * tl.sum(share * (gate_sum / T))))
+        else:
+            tl.store(partial_ptr, gate_sum, mask=e < E)
+            partial_ptr += tl.num_programs(0) * E
+            tl.store(partial_ptr, load, mask=e < E)
