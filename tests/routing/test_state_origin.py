@@ -110,6 +110,18 @@ def test_a_state_that_the_next_router_can_use_needs_nothing_said(first, second):
     pass_on(layer(first), layer(second))
 
 
+def test_a_layer_whose_next_router_measures_its_own_tokens_hands_ones_on():
+    """Those that it was handed are ones, too; a scale that somebody replaced is not."""
+    x, layers = torch.randn(12, 4), [layer(CURRENT) for _ in range(3)]
+    _, first = layers[0](x)
+    _, second = layers[1](x, first)
+    assert second.scale is first.scale
+    replaced = first._replace(scale=2 * first.scale)
+    scaled = layer(PAPER)(x)[1]
+    for state in (first, second, layers[2](x, replaced)[1], layers[2](x, scaled)[1]):
+        assert torch.equal(state.scale, torch.ones(3, 4))
+
+
 def test_every_field_that_enters_the_scale_enters_the_codes():
     config = AdaptiveConfig(strength=1.0)
     inside = {

@@ -128,7 +128,10 @@ class NextState(nn.Module):
         if self.next_router.mean_over != "all":
             chosen_C = self._chosen(routing, assignment, token_mask)
         first_T = assignment[:, 0] if routing.first is None else routing.first
-        scale = self._scale(x, first_T, state, token_mask, slot, order, chosen_C)
+        if self.statistics is None:
+            scale = self._no_scale(state, chosen_C, first_layer)
+        else:
+            scale = self._scale(x, first_T, token_mask, slot, order, chosen_C)
         # The order of a masked call is valid for the same mask only, which the next router cannot
         # check.
         if order is None or token_mask is not None:
@@ -152,23 +155,27 @@ class NextState(nn.Module):
     def _origin(self, x: Tensor, before: RoutingState) -> Tensor:
         return no_elements(origin_shape(self.next_router), torch.int8, x, known=before.origin)
 
+    def _no_scale(self, state: RoutingState, chosen_C: Tensor | None, first_layer: bool) -> Tensor:
+        """Return (C, D) ones for a router that measures its own tokens; `state` may have them."""
+        if chosen_C is not None:
+            return torch.ones_like(state.scale) * up_to_last(chosen_C)[:, None]
+        same = state.origin.shape == origin_shape(self.next_router)
+        return state.scale if same or first_layer else torch.ones_like(state.scale)
+
     def _scale(
         self,
         x: Tensor,
         first_T: Tensor,
-        state: RoutingState,
         token_mask: Tensor | None,
         slot: StatisticsSlot | None,
         order: Tensor | None,
         chosen_C: Tensor | None,
     ) -> Tensor:
-        """Return the (C, D) scale of the clusters; ones if the next router computes its own.
+        """Return the (C, D) scale of the clusters, which the next router reads.
 
         first_T: (T,) the first cluster of each token, whose dispersion it enters.
         """
-        if self.statistics is None:
-            ones_CD = torch.ones_like(state.scale)
-            return ones_CD if chosen_C is None else ones_CD * up_to_last(chosen_C)[:, None]
+        assert self.statistics is not None
         first = first_T if x.dim() == 2 else first_T.view(x.shape[:-1])
         mask = None if token_mask is None else token_mask.view(first.shape)
         with without_autocast(x):

@@ -212,3 +212,22 @@ def test_the_kernel_that_measures_adds_the_batch_as_its_op_does(
         assert torch.equal(one, other)
     assert found[1].tolist() == [tokens - 6, 1, 2, 5, 5]
     assert torch.equal(found[0][4], batch[0][4])  # the first batch of its cluster
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_the_kernel_that_measures_copies_the_scale_of_the_running_average(
+    is_sorted: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state that a layer hands on keeps its scale when the next update writes a new one."""
+    taken = taker(device, statistics="running").train()
+    x, cluster, order = tokens(device)
+    look(taken, x, cluster, order if is_sorted else None)
+    taken.update()
+    monkeypatch.setattr(recorded, "snapshot", None)  # a call of it would raise
+    scale = look(taken, 2 * x, cluster, order if is_sorted else None)
+    before = taken.running_scale.clone()
+    assert not torch.equal(before, torch.ones_like(before))
+    assert torch.equal(scale, before)
+    taken.running_scale.fill_(7.0)
+    assert torch.equal(scale, before)
+    assert_noted(taken, 2 * x, cluster)

@@ -93,7 +93,7 @@ def dispersion_op(
         spread_BCD, count_BC = interquartile_range(x, cluster_BT, num_clusters)
         return spread_BCD, count_BC, torch.empty_like(spread_BCD)
     partials = partial_sums(x, assignment, token_mask, num_clusters, summed_term(measure))
-    spread_BCD, count_BC = reduce_to_dispersion(partials, root=measure == "std")
+    spread_BCD, count_BC, _ = reduce_to_dispersion(partials, root=measure == "std")
     return spread_BCD, count_BC, partials.mean
 
 

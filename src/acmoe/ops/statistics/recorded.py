@@ -21,9 +21,10 @@ from acmoe.ops.dispatch import eager, transforming
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics import cpu, native, scale_op, sorted_op
+from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.ops.statistics.dispersion_op import as_sets
 from acmoe.ops.statistics.op import measure_dispersion, measure_scale
-from acmoe.ops.statistics.pending import LEAST, Pending, record_batch, replaying
+from acmoe.ops.statistics.pending import LEAST, Pending, record_batch, replaying, snapshot
 from acmoe.ops.statistics.scale import ScaleOptions, scale_of
 from acmoe.ops.taped import taped
 
@@ -47,10 +48,12 @@ def record_dispersion(
     measure: str,
     token_mask: Tensor | None = None,
     order: Tensor | None = None,
-) -> None:
+    known: Tensor | None = None,
+) -> Tensor | None:
     """Add the dispersion of each cluster of x (..., D) to the pending means, in place.
 
-    The other arguments are those of `measure_dispersion`.
+    Return a `snapshot` of the scale `known` (C, D), if any: a kernel copies it on the way. The
+    other arguments are those of `measure_dispersion`.
     """
     tokens = (x, assignment, token_mask, order)
     launches = not x.is_cpu or interpreting()
@@ -58,8 +61,36 @@ def record_dispersion(
         kernel = measure_dispersion.select(x, assignment, num_clusters, measure=measure)
         if kernel.name == "triton":
             runs = scale_op.launched_dispersion, sorted_op.launched_dispersion
-            _repeated(runs, pending, tokens, num_clusters, (measure,))
-            return
+            copied = known if _copied(known, pending) else None
+            found = _repeated(runs, pending, tokens, num_clusters, (measure,), copied)
+            return found[0] if found else _kept(known, x)
+    _record_dispersion(pending, *tokens, num_clusters, measure)
+    return _kept(known, x)
+
+
+def _copied(known: Tensor | None, pending: Pending) -> bool:
+    """Return True if a kernel that adds to `pending` may copy `known`, too."""
+    if known is None or not eager(known) or known.requires_grad:
+        return False
+    like = pending[0]
+    same = (known.shape, known.dtype, known.device) == (like.shape, like.dtype, like.device)
+    return same and known.is_contiguous()
+
+
+def _kept(known: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if known is None else snapshot(known, accumulation_dtype(x.dtype), training=True)
+
+
+def _record_dispersion(
+    pending: Pending,
+    x: Tensor,
+    assignment: Tensor,
+    token_mask: Tensor | None,
+    order: Tensor | None,
+    num_clusters: int,
+    measure: str,
+) -> None:
+    """Do what `record_dispersion` does, without one tape for all of its launches."""
     x_TD = x if x.dim() == 2 else x.flatten(0, -2)
     cluster_T = assignment if assignment.dim() == 1 else assignment.flatten()
     mask_T = None if token_mask is None else token_mask.flatten()
@@ -158,10 +189,11 @@ def _repeated(
     tokens: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     num_clusters: int,
     settings: tuple[Any, ...],
+    known: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the results of one of `runs`, for tokens in any order or sorted, by a tape."""
     x, assignment, token_mask, order = tokens
-    written = pending or (None, None)
+    written = (*(pending or (None, None)), known)
     if order is not None and order.numel() > 0:
         constants = (num_clusters, runs[1], settings)
         return taped(_run_sorted, (x, order, *written), constants)
@@ -176,6 +208,7 @@ def _run_unsorted(
     token_mask: Tensor | None,
     mean_CD: Tensor | None,
     count_C: Tensor | None,
+    known_CD: Tensor | None,
     num_clusters: int,
     launched: Callable[..., tuple[Tensor, ...]],
     settings: tuple[Any, ...],
@@ -184,7 +217,7 @@ def _run_unsorted(
     mask_T = None if token_mask is None else token_mask.flatten()
     sets = as_sets(_all_tokens(x), assignment.flatten(), mask_T)
     batch = _new_batch(x, num_clusters)
-    return launched(*sets, *batch, *settings, pending=_pending(mean_CD, count_C))
+    return launched(*sets, *batch, *settings, **_options(mean_CD, count_C, known_CD))
 
 
 def _run_sorted(
@@ -192,6 +225,7 @@ def _run_sorted(
     order: Tensor,
     mean_CD: Tensor | None,
     count_C: Tensor | None,
+    known_CD: Tensor | None,
     num_clusters: int,
     launched: Callable[..., tuple[Tensor, ...]],
     settings: tuple[Any, ...],
@@ -201,11 +235,15 @@ def _run_sorted(
     x_TD = _all_tokens(x)
     sorted_op.check_sorted(x_TD, clusters, settings[0])
     batch = _new_batch(x, num_clusters)
-    return launched(x_TD, *clusters, *batch, *settings, pending=_pending(mean_CD, count_C))
+    return launched(x_TD, *clusters, *batch, *settings, **_options(mean_CD, count_C, known_CD))
 
 
-def _pending(mean_CD: Tensor | None, count_C: Tensor | None) -> Pending | None:
-    return None if mean_CD is None or count_C is None else (mean_CD, count_C)
+def _options(
+    mean_CD: Tensor | None, count_C: Tensor | None, known_CD: Tensor | None
+) -> dict[str, Any]:
+    """Return the options of a launch; only that of a dispersion has `known`."""
+    pending = None if mean_CD is None or count_C is None else (mean_CD, count_C)
+    return {"pending": pending} | ({} if known_CD is None else {"known": known_CD})
 
 
 def _all_tokens(x: Tensor) -> Tensor:

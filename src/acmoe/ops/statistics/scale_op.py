@@ -180,13 +180,14 @@ def launched_dispersion(
     measure: str,
     *,
     pending: Pending | None = None,
-) -> tuple[()]:
-    """Fill spread and count, as `scale_op` does."""
+    known: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Fill spread and count, as `scale_op` does; return a copy of `known`, if any."""
     from acmoe.ops.statistics.triton.dispersion import partial_sums
 
     C, term = spread.shape[-2], summed_term(measure)
     partials = partial_sums(x, assignment, token_mask, C, term)
-    return write_dispersion(partials, spread, count, measure, pending)
+    return write_dispersion(partials, spread, count, measure, pending, known)
 
 
 def written_scale(
@@ -219,13 +220,16 @@ def write_dispersion(
     count: Tensor,
     measure: str,
     pending: Pending | None,
-) -> tuple[()]:
-    """Fill spread and count, and add them to `pending`."""
+    known: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Fill spread and count, and add them to `pending`; return a copy of `known`, if any."""
     from acmoe.ops.statistics.triton.scale import reduce_to_dispersion
 
-    into = _with_sets(spread, count)
-    reduce_to_dispersion(stats_input, root=measure == "std", into=into, pending=pending)
-    return ()
+    root, into = measure == "std", _with_sets(spread, count)
+    *_, copied = reduce_to_dispersion(
+        stats_input, root=root, into=into, pending=pending, known=known
+    )
+    return () if copied is None else (copied.view_as(spread),)
 
 
 def _with_sets(spread: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

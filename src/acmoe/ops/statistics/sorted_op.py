@@ -155,9 +155,10 @@ def launched_dispersion(
     measure: str,
     *,
     pending: Pending | None = None,
-) -> tuple[()]:
-    """Do what `sorted_dispersion_op` does."""
+    known: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Do what `sorted_dispersion_op` does; return a copy of `known`, if any."""
     from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
 
     tokens = SortedTokens(x, token, begin, end, summed_term(measure))
-    return write_dispersion(tokens, spread, count, measure, pending)
+    return write_dispersion(tokens, spread, count, measure, pending, known)

@@ -95,7 +95,7 @@ class ClusterStatistics(RunningAverage):
         """
         mode = self.mode
         if mode == "running" and not self.training:  # nothing is measured
-            return self._running_scale(x_BLD, assignment_BL)
+            return self._kept(self._average(assignment_BL), x_BLD)
         if mode == "prefix":
             raise UserError("prefix statistics give each token its scale; call prefix_scale")
         if slot is not None and slot.inference_only:
@@ -103,10 +103,12 @@ class ClusterStatistics(RunningAverage):
         x_BLD = x_BLD.detach() if self.config.detach else x_BLD
         if mode == "batch":
             scale = self._batch_scale(x_BLD, assignment_BL, token_mask_BL, order, chosen_C)
+        elif mode == "running":
+            known = self._average(assignment_BL)
+            kept = self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order, known)
+            return self._kept(known, x_BLD) if kept is None else kept
         else:
             self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order)
-            if mode == "running":
-                return self._running_scale(x_BLD, assignment_BL)
             scale = self._sequence_scale(x_BLD, assignment_BL, token_mask_BL)
         return scale if slot is None else slot.scale_once(scale)
 
@@ -134,13 +136,17 @@ class ClusterStatistics(RunningAverage):
             self.count_forward()
         return scale
 
-    def _running_scale(self, x_BLD: Tensor, assignment_BL: Tensor) -> Tensor:
-        """Return the (C, D) scale of the running average, in the accumulation dtype of x."""
+    def _average(self, assignment_BL: Tensor) -> Tensor:
+        """Return the (C, D) scale of the running average; the next update may write to it."""
         scale = self.known_scale()
         if scale is None:
             scale = self.average_scale() if self.training else self.evaluation_scale(assignment_BL)
             # Under torch.func the average may carry a gradient, which a constant scale has not.
             scale = scale.detach() if self.constant else scale
+        return scale
+
+    def _kept(self, scale: Tensor, x_BLD: Tensor) -> Tensor:
+        """Return the scale in the accumulation dtype of x, in a tensor that no update changes."""
         return snapshot(scale, accumulation_dtype(x_BLD.dtype), training=self.training)
 
     def _sequence_scale(
@@ -159,21 +165,28 @@ class ClusterStatistics(RunningAverage):
         assignment_BL: Tensor,
         token_mask_BL: Tensor | None,
         order: Tensor | None = None,
-    ) -> None:
-        """In training, record the dispersion of all tokens of the call for `update`."""
+        known: Tensor | None = None,
+    ) -> Tensor | None:
+        """In training, record the dispersion of all tokens of the call for `update`.
+
+        known: a scale to keep (`record_dispersion`), which is returned then, or None if it was not.
+        """
         if self.training and self.group:
             if not replaying():  # a recompute in the backward communicates nothing
                 found = self._global_dispersion(x_BLD, assignment_BL, token_mask_BL)
                 record_batch(*self.batches, *found, least=LEAST)
                 self.count_forward()
         elif self.training:
-            record_dispersion(
+            known = record_dispersion(
                 *(self.batches, x_BLD, assignment_BL, self.num_clusters),
                 measure=self.config.measure,
                 token_mask=token_mask_BL,
                 order=order,
+                known=known,
             )
             self.count_forward()
+            return known
+        return None
 
     def _global_dispersion(
         self, x_BLD: Tensor, assignment_BL: Tensor, token_mask_BL: Tensor | None

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from acmoe.ops.statistics.pending import LEAST
-from acmoe.ops.statistics.triton.pending import merge_batch
+from acmoe.ops.statistics.triton.pending import load_pending, merge_batch
 
 # A sum that contains POISON (dispersion.py) is at least this.
 NON_FINITE_SUM = tl.constexpr(1e38)
@@ -27,15 +27,22 @@ ROW_STATISTICS = tl.constexpr(3)  # mean dispersion, 1 if informative, sum of we
 @triton.jit
 def cluster_epilogue(
     total, tokens, row, d, D, dispersion_ptr, count_ptr, out_ptr, pending_ptr, pending_count_ptr,
-    floor, eps, min_tokens, ROOT: tl.constexpr, RESULT: tl.constexpr,
+    known_ptr, floor, eps, min_tokens, ROOT: tl.constexpr, RESULT: tl.constexpr,
 ):  # fmt: skip
     """Store a cluster's dispersion and count, then its scale or the statistics to normalise it by.
 
     total: float64 sums of all features d. row: index of the cluster in the outputs. pending: means
-    and counts that the dispersion is added to, or None. RESULT: "dispersion" (nothing more),
-    "scale", or "rows" (the ROW_STATISTICS that scale.py normalises by).
+    and counts that the dispersion is added to, or None. RESULT: "dispersion" (nothing more), "copy"
+    (the known numbers (C, D), copied), "scale", or "rows" (the ROW_STATISTICS that scale.py
+    normalises by).
     """
     valid = d < D
+    if RESULT == "copy":
+        known = tl.load(known_ptr + row * D + d, mask=valid, other=0.0)
+        tl.store(out_ptr + row * D + d, known, mask=valid)
+    pending = (0.0, 0.0)
+    if pending_ptr is not None:  # before the barriers below, over which no load moves
+        pending = load_pending(pending_ptr, pending_count_ptr, row, d, D)
     inverse_count = 1.0 / tl.maximum(tokens, 1).to(tl.float64)
     s = total * inverse_count
     if ROOT:
@@ -47,9 +54,10 @@ def cluster_epilogue(
     tl.store(dispersion_ptr + row * D + d, s, mask=valid)
     tl.store(count_ptr + row, tokens.to(tl.float32))
     if pending_ptr is not None:
-        merge_batch(pending_ptr, pending_count_ptr, s, tokens.to(tl.float32), row, d, D, _LEAST)
+        count = tokens.to(tl.float32)
+        merge_batch(pending_ptr, pending_count_ptr, pending, s, count, row, d, D, _LEAST)
 
-    if RESULT != "dispersion":
+    if RESULT == "scale" or RESULT == "rows":
         weight, weight_sum, informative = reciprocals(
             s, mean, tokens, valid, floor, eps, min_tokens
         )

@@ -38,16 +38,25 @@ def _add_batch_kernel(
     c = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     new = tl.load(new_ptr + c * D + d, mask=d < D, other=0.0)
-    merge_batch(mean_ptr, count_ptr, new, tl.load(new_count_ptr + c), c, d, D, least)
+    pending = load_pending(mean_ptr, count_ptr, c, d, D)
+    merge_batch(mean_ptr, count_ptr, pending, new, tl.load(new_count_ptr + c), c, d, D, least)
 
 
 @triton.jit
-def merge_batch(mean_ptr, count_ptr, new, new_count, row, d, D, least):
-    """Merge the float32 statistics `new` of a cluster's `new_count` tokens; d: all features."""
+def load_pending(mean_ptr, count_ptr, row, d, D):
+    """Return the pending means of a cluster, for features d, and their count."""
+    return tl.load(mean_ptr + row * D + d, mask=d < D, other=0.0), tl.load(count_ptr + row)
+
+
+@triton.jit
+def merge_batch(mean_ptr, count_ptr, pending, new, new_count, row, d, D, least):
+    """Merge the float32 statistics `new` of a cluster's `new_count` tokens; d: all features.
+
+    pending: the result of `load_pending`.
+    """
     mean_ptr += row * D + d
     count_ptr += row
-    mean = tl.load(mean_ptr, mask=d < D, other=0.0)
-    count = tl.load(count_ptr)
+    mean, count = pending
     tl.debug_barrier()  # every warp has read the count before it is written below
     total = count + new_count
     share = new_count / tl.where(total >= 1, total, 1.0)

@@ -36,16 +36,19 @@ def reduce_to_dispersion(
     root: bool,
     into: tuple[Tensor, Tensor] | None = None,
     pending: Pending | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return dispersion (B, C, D) and count (B, C), float32.
+    known: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return dispersion (B, C, D) and count (B, C), float32, and a copy of `known`.
 
     root: take the square root (std from variance). into: contiguous tensors to write both into.
-    pending: means (C, D) and counts (C,) to add a single set's dispersion to (pending.py).
+    pending: means (C, D) and counts (C,) to add a single set's dispersion to (pending.py). known:
+    contiguous float32 numbers (C, D), or None.
     """
     into = into or _allocate(stats_input)
     options = {"floor": 0.0, "eps": 0.0, "min_tokens": 0}
-    _reduce(stats_input, *into, pending, root=root, result="dispersion", **options)
-    return into
+    result = "dispersion" if known is None else "copy"
+    copied = _reduce(stats_input, *into, pending, known, root=root, result=result, **options)
+    return *into, None if known is None else copied
 
 
 def reduce_to_scale(
@@ -68,6 +71,7 @@ def reduce_to_scale(
         dispersion_BCD,
         count_BC,
         pending,
+        None,
         root=root,
         result="scale" if direct else "rows",
         floor=floor,
@@ -103,6 +107,7 @@ def _reduce(
     dispersion_BCD: Tensor,
     count_BC: Tensor,
     pending: Pending | None,
+    known_CD: Tensor | None,
     *,
     root: bool,
     result: str,
@@ -110,17 +115,17 @@ def _reduce(
     eps: float,
     min_tokens: int,
 ) -> Tensor:
-    """Write dispersion and count; return what `result` names: scale, rows, or dispersion.
+    """Write dispersion and count; return what `result` names: scale, rows, dispersion, or a copy.
 
-    pending: as in `reduce_to_dispersion`.
+    pending, known_CD: as in `reduce_to_dispersion`.
     """
     B, C, D = dispersion_BCD.shape
     out = dispersion_BCD
-    if result == "scale":
+    if result in ("scale", "copy"):
         out = torch.empty_like(dispersion_BCD)
     elif result == "rows":
         out = dispersion_BCD.new_empty(B, C, ROW_STATISTICS.value, dtype=torch.float64)
-    outputs = dispersion_BCD, count_BC, out, *(pending or (None, None))
+    outputs = dispersion_BCD, count_BC, out, *(pending or (None, None)), known_CD
     if isinstance(stats_input, SortedTokens):
         options = {"floor": floor, "eps": eps, "min_tokens": min_tokens}
         measure_sorted(stats_input, *outputs, root=root, result=result, **options)
@@ -137,7 +142,8 @@ def _reduce(
 @triton.jit
 def _reduce_partials_kernel(
     spread_ptr, count_ptr, dispersion_ptr, tokens_ptr, out_ptr, pending_ptr, pending_count_ptr,
-    C, D, P, floor, eps, min_tokens, ROOT: tl.constexpr, RESULT: tl.constexpr, BD: tl.constexpr,
+    known_ptr, C, D, P, floor, eps, min_tokens, ROOT: tl.constexpr, RESULT: tl.constexpr,
+    BD: tl.constexpr,
 ):  # fmt: skip
     """Reduce one cluster's partials over all token splits, then run the epilogue."""
     row = tl.program_id(0).to(tl.int64)
@@ -150,7 +156,7 @@ def _reduce_partials_kernel(
         tokens += tl.load(count_ptr + offs)
     cluster_epilogue(
         acc, tokens, row, d, D, dispersion_ptr, tokens_ptr, out_ptr, pending_ptr,
-        pending_count_ptr, floor, eps, min_tokens, ROOT, RESULT,
+        pending_count_ptr, known_ptr, floor, eps, min_tokens, ROOT, RESULT,
     )  # fmt: skip
 
 

@@ -31,6 +31,9 @@ from acmoe.ops.statistics.triton.epilogue import cluster_epilogue
 from acmoe.ops.statistics.triton.small_clusters import small_deviations
 
 FEWEST_ROWS, MOST_ROWS = 256, 2048  # tokens of a chunk
+# With fewer features there are few programs: shorter chunks make more of them, although more
+# clusters then have several chunks, whose tokens are read once more.
+NARROW, MOST_NARROW_ROWS = 1024, 1024
 SMALL = 64  # mean tokens of a cluster up to which a program owns all features of a chunk
 MOST_FEATURES = 4096  # features of a program: 8 for each of 512 threads
 INT32_LIMIT = 2**31  # element offsets below this fit int32, which takes half the instructions
@@ -51,15 +54,15 @@ class Tile(NamedTuple):
         return 8 * 32 * self.num_warps // self.features
 
 
-def launch_table(dim: int, rows: int, small: bool = False) -> Tile:
+def launch_table(dim: int, rows: int, small: bool = False, is_float32: bool = False) -> Tile:
     """Choose the tile: few features per block, so that a chunk stays in cache between both passes.
 
     Short chunks are bound by latency at their ends: fewer registers allow more programs at once.
     Times of both launches in a CUDA graph of repeated calls (H200): chunks of 512 tokens, as at
     qwen30b, 79 us (83 in steps of 64); chunks of 1024, olmoe, 72 us (82 with 72 registers). Long
-    chunks prefetch: 2048, mixtral, 49 us. Narrow models load all of a step at once: 14.2 us at
-    switch, 15.7 at swin (15.6 and 17.5 in blocks of 16 features; with half of the tokens in one
-    cluster 17.9 and 22.5).
+    chunks prefetch: 2048, mixtral, 49 us. Narrow models load all of a step at once: 14.1 us at
+    switch, 15.0 at swin, and 15.7 and 18.8 for 16,384 tokens of 512 and 768 features in 8 clusters
+    (with chunks of 2,048 tokens, 8 warps and 80 registers 15.1, 16.2, 21.1 and 25.7).
 
     small: clusters have SMALL tokens or fewer on average. 128 tokens a step would be mostly absent
     ones, and dim / 64 programs a cluster would each look it up among all.
@@ -67,20 +70,20 @@ def launch_table(dim: int, rows: int, small: bool = False) -> Tile:
     if small and dim >= 1024:
         features = min(MOST_FEATURES, next_power_of_2(dim))
         return Tile(8, features, features // 256)
-    if dim < 1024:
-        return Tile(512, 32, 8, 1, 80)
+    if dim < NARROW:
+        return Tile(512, 32, 8, 1) if is_float32 else Tile(512, 32, 4, 1, 128)
     if rows <= 512:
         return Tile(128, 64, 4, 1, 64)
     return Tile(128, 64, 4, 1, 96) if rows <= 1024 else Tile(64, 64, 4, 3)
 
 
-def chunk_rows(num_tokens: int, num_clusters: int) -> int:
+def chunk_rows(num_tokens: int, num_clusters: int, dim: int) -> int:
     """Return the tokens per chunk: twice an even share, so that few clusters need a second chunk.
 
     It depends on shapes alone, not on the device: chunks decide the order of additions.
     """
     target = next_power_of_2(max(1, 2 * num_tokens // num_clusters))
-    return max(FEWEST_ROWS, min(MOST_ROWS, target))
+    return max(FEWEST_ROWS, min(MOST_NARROW_ROWS if dim < NARROW else MOST_ROWS, target))
 
 
 def most_chunks(num_tokens: int, num_clusters: int, rows: int) -> int:
@@ -105,6 +108,7 @@ def measure_sorted(
     out: Tensor,
     pending_CD: Tensor | None,
     pending_C: Tensor | None,
+    known_CD: Tensor | None,
     *,
     root: bool,
     result: str,
@@ -112,7 +116,7 @@ def measure_sorted(
     eps: float,
     min_tokens: int,
 ) -> None:
-    """Write dispersion and count, and into `out` the scale or the row statistics, as `result` says.
+    """Write dispersion and count, and into `out` the scale, row statistics or known_CD (`result`).
 
     Add the dispersion to the pending means, if any. The options are those of `cluster_epilogue`
     (epilogue.py).
@@ -120,11 +124,11 @@ def measure_sorted(
     x_TD, token_X, begin, end, measure = sorted_tokens
     T, D = x_TD.shape
     C = begin.numel() - 1
-    rows = chunk_rows(T, C)
+    rows = chunk_rows(T, C, D)
     small = T <= SMALL * C
-    tile = launch_table(D, rows, small)
-    Q = most_chunks(T, C, rows)
     is_float32 = x_TD.dtype == torch.float32
+    tile = launch_table(D, rows, small, is_float32)
+    Q = most_chunks(T, C, rows)
     sums_QD = dispersion_CD.new_empty(Q, D, dtype=torch.float64 if is_float32 else torch.float32)
     spread_QD = dispersion_CD.new_empty(Q, D)
     arrivals_C = begin.new_empty(C)
@@ -138,8 +142,8 @@ def measure_sorted(
     launch(_sums_kernel, grid, *tokens, sums_QD, arrivals_C, D, C, **shape)
     launch(
         _deviations_kernel, grid, *tokens, sums_QD, arrivals_C, spread_QD, dispersion_CD, count_C,
-        out, pending_CD, pending_C, D, C, floor, eps, min_tokens, MEASURE=measure, ROOT=root,
-        RESULT=result, WIDTH=max(16, next_power_of_2(D)), WHOLE=tile.features >= D,
+        out, pending_CD, pending_C, known_CD, D, C, floor, eps, min_tokens, MEASURE=measure,
+        ROOT=root, RESULT=result, WIDTH=max(16, next_power_of_2(D)), WHOLE=tile.features >= D,
         FEW=small and tile.sums == 1 and not is_float32, EXACT=D % tile.features == 0,
         maxnreg=None if is_float32 else tile.registers, **shape,
     )  # fmt: skip
@@ -233,7 +237,7 @@ def _sums_kernel(
 @triton.jit
 def _deviations_kernel(
     x_ptr, token_ptr, begin_ptr, end_ptr, sums_ptr, arrivals_ptr, spread_ptr, dispersion_ptr,
-    count_ptr, out_ptr, pending_ptr, pending_count_ptr, D, C, floor, eps, min_tokens,
+    count_ptr, out_ptr, pending_ptr, pending_count_ptr, known_ptr, D, C, floor, eps, min_tokens,
     MEASURE: tl.constexpr, ROOT: tl.constexpr, RESULT: tl.constexpr, WIDTH: tl.constexpr,
     WHOLE: tl.constexpr, FEW: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr,
     IS_FLOAT32: tl.constexpr, INT64: tl.constexpr, STAGES: tl.constexpr, BT: tl.constexpr,
@@ -272,8 +276,8 @@ def _deviations_kernel(
         if chunks == 1:
             cluster_epilogue(
                 spread.to(tl.float64), end - begin, cluster.to(tl.int64), d, D, dispersion_ptr,
-                count_ptr, out_ptr, pending_ptr, pending_count_ptr, floor, eps, min_tokens, ROOT,
-                RESULT,
+                count_ptr, out_ptr, pending_ptr, pending_count_ptr, known_ptr, floor, eps,
+                min_tokens, ROOT, RESULT,
             )  # fmt: skip
             return
     tl.store(spread_ptr + chunk * D + d, spread, mask=d < D)
@@ -285,7 +289,7 @@ def _deviations_kernel(
         cluster_epilogue(
             _reduce_partials(spread_ptr, first_chunk, chunks, all_d, D), end - begin,
             cluster.to(tl.int64), all_d, D, dispersion_ptr, count_ptr, out_ptr, pending_ptr,
-            pending_count_ptr, floor, eps, min_tokens, ROOT, RESULT,
+            pending_count_ptr, known_ptr, floor, eps, min_tokens, ROOT, RESULT,
         )  # fmt: skip
 
 
