@@ -9,6 +9,8 @@ from sorted_cases import C, D, E, K, T, drawn_assignment
 from torch import Tensor
 
 from acmoe.ops.route.autograd import route_op
+from acmoe.ops.route.op import fused_route as kernel
+from acmoe.ops.route.tokens import ScaledTokens
 from acmoe.ops.sort.op import sort_with_tokens_op
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics.sorted_op import sorted_dispersion_op, sorted_scale_op
@@ -89,6 +91,24 @@ def test_a_scale_of_one_is_the_plain_router(
     case["scale"] = torch.ones(C, D, device=device)
     found = fused_route(*case.values(), K, True, order=sorted_by(case["assignment"], C))
     for name in ("expert_ids", "gate", "affinity", "load", "first"):
+        assert torch.equal(getattr(found, name), getattr(plain, name))
+
+
+@mostly_slow("dim", [D, 352, 4096], keep=(0,), gpu=(1, 2))
+def test_a_scale_of_one_is_the_plain_router_without_a_loss_too(
+    dim: int, generator: torch.Generator, device: str
+) -> None:
+    """A kernel that adds up nothing has fewer warps for sorted tokens than for plain ones."""
+    case, order = drawn_in_bf16(generator, device, E, C, dim)
+    case["scale"] = torch.ones(C, dim, device=device)
+    found, plain = (
+        kernel(tokens, case["embedding"], None, top_k=K, over_selected=True)
+        for tokens in (
+            ScaledTokens(case["x"], case["scale"], case["assignment"], order),
+            ScaledTokens(case["x"]),
+        )
+    )
+    for name in ("expert_ids", "gate", "affinity", "first"):
         assert torch.equal(getattr(found, name), getattr(plain, name))
 
 

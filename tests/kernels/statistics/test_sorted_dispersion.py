@@ -60,6 +60,22 @@ def test_a_steps_tokens_fold_evenly_into_its_sums(kernels: Any, dim: int, rows: 
     assert tile.sums > 0 and tile.tokens % tile.sums == 0
 
 
+@pytest.mark.parametrize(
+    ("tokens", "clusters", "narrow", "rows"),
+    [
+        (100, 16, True, 256),  # no fewer
+        (8192, 8, True, 2048),  # twice an even share
+        (8192, 8, False, 2048),
+        (24576, 16, False, 2048),  # no more: an even share is 1,536
+        (24576, 16, True, 1024),  # several chunks a cluster anyway
+    ],
+)
+def test_the_tokens_of_a_chunk(tokens: int, clusters: int, narrow: bool, rows: int) -> None:
+    from acmoe.ops.statistics.triton.sorted_dispersion import chunk_rows
+
+    assert chunk_rows(tokens, clusters, narrow) == rows
+
+
 # Each tile of a wide model; 1030 features end in a block that is not full.
 @pytest.mark.parametrize(
     "rows", [*(pytest.param(rows, marks=pytest.mark.slow) for rows in (512, 1024)), 2048]

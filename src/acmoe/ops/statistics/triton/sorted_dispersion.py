@@ -31,9 +31,9 @@ from acmoe.ops.statistics.triton.epilogue import cluster_epilogue
 from acmoe.ops.statistics.triton.small_clusters import small_deviations
 
 FEWEST_ROWS, MOST_ROWS = 256, 2048  # tokens of a chunk
-# With fewer features there are few programs: shorter chunks make more of them, although more
-# clusters then have several chunks, whose tokens are read once more.
-NARROW, MOST_NARROW_ROWS = 1024, 1024
+# Clusters of more tokens than a chunk have several anyway. Models of few features then get shorter
+# ones, because they have few programs. (float32 tokens of switch take 24.1 us instead of 21.1.)
+NARROW, SHORT_ROWS = 1024, 1024
 SMALL = 64  # mean tokens of a cluster up to which a program owns all features of a chunk
 MOST_FEATURES = 4096  # features of a program: 8 for each of 512 threads
 INT32_LIMIT = 2**31  # element offsets below this fit int32, which takes half the instructions
@@ -60,9 +60,9 @@ def launch_table(dim: int, rows: int, small: bool = False, is_float32: bool = Fa
     Short chunks are bound by latency at their ends: fewer registers allow more programs at once.
     Times of both launches in a CUDA graph of repeated calls (H200): chunks of 512 tokens, as at
     qwen30b, 79 us (83 in steps of 64); chunks of 1024, olmoe, 72 us (82 with 72 registers). Long
-    chunks prefetch: 2048, mixtral, 49 us. Narrow models load all of a step at once: 14.1 us at
-    switch, 15.0 at swin, and 15.7 and 18.8 for 16,384 tokens of 512 and 768 features in 8 clusters
-    (with chunks of 2,048 tokens, 8 warps and 80 registers 15.1, 16.2, 21.1 and 25.7).
+    chunks prefetch: 2048, mixtral, 49 us. Narrow models load all of a step at once: 13.8 us at
+    switch, 14.7 at swin, 25.1 for 64 clusters of 512 tokens and features (with chunks of 2,048
+    tokens or 8 warps 15.5, 15.9 and 31.3).
 
     small: clusters have SMALL tokens or fewer on average. 128 tokens a step would be mostly absent
     ones, and dim / 64 programs a cluster would each look it up among all.
@@ -71,19 +71,23 @@ def launch_table(dim: int, rows: int, small: bool = False, is_float32: bool = Fa
         features = min(MOST_FEATURES, next_power_of_2(dim))
         return Tile(8, features, features // 256)
     if dim < NARROW:
-        return Tile(512, 32, 8, 1) if is_float32 else Tile(512, 32, 4, 1, 128)
+        few_warps = rows <= SHORT_ROWS and not is_float32
+        return Tile(512, 32, 4, 1, 128) if few_warps else Tile(512, 32, 8, 1, 80)
     if rows <= 512:
         return Tile(128, 64, 4, 1, 64)
     return Tile(128, 64, 4, 1, 96) if rows <= 1024 else Tile(64, 64, 4, 3)
 
 
-def chunk_rows(num_tokens: int, num_clusters: int, dim: int) -> int:
+def chunk_rows(num_tokens: int, num_clusters: int, narrow: bool) -> int:
     """Return the tokens per chunk: twice an even share, so that few clusters need a second chunk.
 
-    It depends on shapes alone, not on the device: chunks decide the order of additions.
+    narrow: tokens have 16 bits and fewer than NARROW features. The result does not depend on the
+    device: chunks decide the order of additions.
     """
     target = next_power_of_2(max(1, 2 * num_tokens // num_clusters))
-    return max(FEWEST_ROWS, min(MOST_NARROW_ROWS if dim < NARROW else MOST_ROWS, target))
+    if narrow and target > MOST_ROWS:
+        return SHORT_ROWS
+    return max(FEWEST_ROWS, min(MOST_ROWS, target))
 
 
 def most_chunks(num_tokens: int, num_clusters: int, rows: int) -> int:
@@ -124,9 +128,9 @@ def measure_sorted(
     x_TD, token_X, begin, end, measure = sorted_tokens
     T, D = x_TD.shape
     C = begin.numel() - 1
-    rows = chunk_rows(T, C, D)
-    small = T <= SMALL * C
     is_float32 = x_TD.dtype == torch.float32
+    rows = chunk_rows(T, C, D < NARROW and not is_float32)
+    small = T <= SMALL * C
     tile = launch_table(D, rows, small, is_float32)
     Q = most_chunks(T, C, rows)
     sums_QD = dispersion_CD.new_empty(Q, D, dtype=torch.float64 if is_float32 else torch.float32)
