@@ -54,8 +54,10 @@ def cluster_epilogue(
     tl.store(dispersion_ptr + row * D + d, s, mask=valid)
     tl.store(count_ptr + row, tokens.to(tl.float32))
     if pending_ptr is not None:
+        # Finite float32 numbers have a finite mean in float64, and others have not.
+        accept = (tokens >= _LEAST) & (tl.abs(mean) < float("inf"))
         count = tokens.to(tl.float32)
-        merge_batch(pending_ptr, pending_count_ptr, pending, s, count, row, d, D, _LEAST)
+        merge_batch(pending_ptr, pending_count_ptr, pending, s, count, accept, row, d, D)
 
     if RESULT == "scale" or RESULT == "rows":
         weight, weight_sum, informative = reciprocals(
@@ -93,9 +95,8 @@ def reciprocals(s, mean, tokens, valid, floor, eps, min_tokens):
 @triton.jit
 def mean_one(weight, weight_sum, informative, D):
     """Divide the weights of one cluster by their mean; ones if it is not informative."""
-    return tl.where(
-        informative, clamp_to_float32(weight / tl.where(informative, weight_sum / D, 1.0)), 1.0
-    )
+    inverse = D / tl.where(informative, weight_sum, 1.0)  # one float64 division for all features
+    return tl.where(informative, clamp_to_float32(weight * inverse), 1.0)
 
 
 @triton.jit

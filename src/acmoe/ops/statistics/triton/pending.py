@@ -39,7 +39,10 @@ def _add_batch_kernel(
     d = tl.arange(0, BD)
     new = tl.load(new_ptr + c * D + d, mask=d < D, other=0.0)
     pending = load_pending(mean_ptr, count_ptr, c, d, D)
-    merge_batch(mean_ptr, count_ptr, pending, new, tl.load(new_count_ptr + c), c, d, D, least)
+    finite = tl.max(tl.where(tl.abs(new) < float("inf"), 0, 1)) == 0
+    new_count = tl.load(new_count_ptr + c)
+    accept = (new_count >= least) & finite
+    merge_batch(mean_ptr, count_ptr, pending, new, new_count, accept, c, d, D)
 
 
 @triton.jit
@@ -49,10 +52,11 @@ def load_pending(mean_ptr, count_ptr, row, d, D):
 
 
 @triton.jit
-def merge_batch(mean_ptr, count_ptr, pending, new, new_count, row, d, D, least):
+def merge_batch(mean_ptr, count_ptr, pending, new, new_count, accept, row, d, D):
     """Merge the float32 statistics `new` of a cluster's `new_count` tokens; d: all features.
 
-    pending: the result of `load_pending`.
+    pending: the result of `load_pending`. accept: False for too few tokens, and for statistics that
+    are not finite: they change nothing.
     """
     mean_ptr += row * D + d
     count_ptr += row
@@ -60,8 +64,6 @@ def merge_batch(mean_ptr, count_ptr, pending, new, new_count, row, d, D, least):
     tl.debug_barrier()  # every warp has read the count before it is written below
     total = count + new_count
     share = new_count / tl.where(total >= 1, total, 1.0)
-    not_finite = tl.max(tl.where(tl.abs(new) < float("inf"), 0, 1))
-    accept = (new_count >= least) & (not_finite == 0)
     merged = tl.where(count == 0, new, mean + (new - mean) * share)
     tl.store(mean_ptr, tl.where(accept, merged, mean), mask=d < D)
     tl.store(count_ptr, tl.where(accept, total, count))
