@@ -200,17 +200,8 @@ def written_scale(
     """Return the scale, shaped as `spread`; fill spread and count, and add them to `pending`."""
     from acmoe.ops.statistics.triton.scale import reduce_to_scale
 
-    scale, _, _ = reduce_to_scale(
-        stats_input,
-        root=settings.measure == "std",
-        normalize=settings.normalize,
-        floor=settings.floor,
-        eps=settings.eps,
-        clamp=settings.clamp,
-        min_tokens=settings.min_tokens,
-        into=_with_sets(spread, count),
-        pending=pending,
-    )
+    into = _with_sets(spread, count)
+    scale, _, _ = reduce_to_scale(stats_input, settings, into=into, pending=pending)
     return (scale.view_as(spread),)
 
 

@@ -10,8 +10,11 @@ in ../scale.py: reciprocals of tiny dispersions overflow float32.
 D features.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from acmoe.ops.statistics.pending import LEAST
 from acmoe.ops.statistics.triton.pending import load_pending, merge_batch
@@ -22,6 +25,35 @@ TINY = tl.constexpr(1.1754943508222875e-38)  # smallest and largest normal float
 HUGE = tl.constexpr(3.4028234663852886e38)
 _LEAST = tl.constexpr(LEAST)
 ROW_STATISTICS = tl.constexpr(3)  # mean dispersion, 1 if informative, sum of weights
+
+
+class Written(NamedTuple):
+    """The tensors that the epilogue writes, or copies from."""
+
+    dispersion: Tensor  # (C, D) float32, with a leading B if there are several sets
+    count: Tensor  # (C,)
+    out: Tensor  # the result
+    pending: Tensor | None = None  # means (C, D) that the dispersion is added to
+    pending_count: Tensor | None = None  # and their counts (C,)
+    known: Tensor | None = None  # (C, D), copied to `out` if the result is "copy"
+
+
+class Epilogue(NamedTuple):
+    """What the epilogue computes."""
+
+    result: str = "dispersion"  # RESULT of `cluster_epilogue`
+    root: bool = False  # take the square root (std from variance)
+    floor: float = 0.0
+    eps: float = 0.0
+    min_tokens: int = 0
+
+    @property
+    def numbers(self) -> tuple[float, float, int]:
+        return self.floor, self.eps, self.min_tokens
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {"ROOT": self.root, "RESULT": self.result}
 
 
 @triton.jit

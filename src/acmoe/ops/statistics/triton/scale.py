@@ -14,6 +14,7 @@ B sets of clusters, C clusters, D features, P splits.
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -23,8 +24,17 @@ from torch import Tensor
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.statistics.pending import Pending
 from acmoe.ops.statistics.triton.dispersion import Partials
-from acmoe.ops.statistics.triton.epilogue import ROW_STATISTICS, clamp_to_float32, cluster_epilogue
+from acmoe.ops.statistics.triton.epilogue import (
+    ROW_STATISTICS,
+    Epilogue,
+    Written,
+    clamp_to_float32,
+    cluster_epilogue,
+)
 from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens, measure_sorted
+
+if TYPE_CHECKING:
+    from acmoe.ops.statistics.scale_op import ScaleSettings
 
 # Elements (clusters x features) of one program of the normalising kernel.
 NORMALISE_TILE = 2048
@@ -44,52 +54,50 @@ def reduce_to_dispersion(
     pending: means (C, D) and counts (C,) to add a single set's dispersion to (pending.py). known:
     contiguous float32 numbers (C, D), or None.
     """
-    into = into or _allocate(stats_input)
-    options = {"floor": 0.0, "eps": 0.0, "min_tokens": 0}
-    result = "dispersion" if known is None else "copy"
-    copied = _reduce(stats_input, *into, pending, known, root=root, result=result, **options)
-    return *into, None if known is None else copied
+    spread_BCD, count_BC = into or _allocate(stats_input)
+    copied = None if known is None else torch.empty_like(spread_BCD)
+    out = spread_BCD if copied is None else copied  # a dispersion alone writes nothing to it
+    written = Written(spread_BCD, count_BC, out, *(pending or (None, None)), known)
+    _reduce(stats_input, written, Epilogue("dispersion" if known is None else "copy", root))
+    return spread_BCD, count_BC, copied
 
 
 def reduce_to_scale(
     stats_input: Partials | SortedTokens,
+    settings: "ScaleSettings",
     *,
-    root: bool,
-    normalize: str,
-    floor: float,
-    eps: float,
-    clamp: float | None,
-    min_tokens: int,
     into: tuple[Tensor, Tensor] | None = None,
     pending: Pending | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return scale and dispersion (B, C, D) and count (B, C); see `reduce_to_dispersion`."""
-    direct = normalize == "cluster" and clamp is None
-    dispersion_BCD, count_BC = into or _allocate(stats_input)
-    result = _reduce(
-        stats_input,
-        dispersion_BCD,
-        count_BC,
-        pending,
-        None,
-        root=root,
-        result="scale" if direct else "rows",
-        floor=floor,
-        eps=eps,
-        min_tokens=min_tokens,
-    )
-    if direct:
-        return result, dispersion_BCD, count_BC
-    B, C, D = dispersion_BCD.shape
-    scale_BCD = torch.empty_like(dispersion_BCD)
+    direct = settings.normalize == "cluster" and settings.clamp is None
+    spread_BCD, count_BC = into or _allocate(stats_input)
+    scale_BCD = torch.empty_like(spread_BCD)
+    out = scale_BCD
+    if not direct:
+        sizes = (*spread_BCD.shape[:2], ROW_STATISTICS.value)
+        out = spread_BCD.new_empty(sizes, dtype=torch.float64)
+    written = Written(spread_BCD, count_BC, out, *(pending or (None, None)))
+    options = settings.floor, settings.eps, settings.min_tokens
+    root = settings.measure == "std"
+    _reduce(stats_input, written, Epilogue("scale" if direct else "rows", root, *options))
+    if not direct:
+        _normalise(spread_BCD, out, scale_BCD, settings)
+    return scale_BCD, spread_BCD, count_BC
+
+
+def _normalise(
+    spread_BCD: Tensor, rows: Tensor, scale_BCD: Tensor, settings: "ScaleSettings"
+) -> None:
+    """Write the scale of a normalisation that compares clusters. rows: their ROW_STATISTICS."""
+    B, C, D = spread_BCD.shape
     BC = next_power_of_2(C)
     BD = max(16, min(next_power_of_2(D), NORMALISE_TILE // BC))
     launch(
-        _normalise_kernel, (B, cdiv(D, BD)), dispersion_BCD, result, scale_BCD, C, D, floor,
-        eps, clamp or 0.0, NORMALIZE=normalize, CLAMPED=clamp is not None, BC=BC, BD=BD,
-        num_warps=8,
+        _normalise_kernel, (B, cdiv(D, BD)), spread_BCD, rows, scale_BCD, C, D, settings.floor,
+        settings.eps, settings.clamp or 0.0, NORMALIZE=settings.normalize,
+        CLAMPED=settings.clamp is not None, BC=BC, BD=BD, num_warps=8,
     )  # fmt: skip
-    return scale_BCD, dispersion_BCD, count_BC
 
 
 def _allocate(stats_input: Partials | SortedTokens) -> tuple[Tensor, Tensor]:
@@ -102,41 +110,18 @@ def _allocate(stats_input: Partials | SortedTokens) -> tuple[Tensor, Tensor]:
     return new(B, C, D), new(B, C)
 
 
-def _reduce(
-    stats_input: Partials | SortedTokens,
-    dispersion_BCD: Tensor,
-    count_BC: Tensor,
-    pending: Pending | None,
-    known_CD: Tensor | None,
-    *,
-    root: bool,
-    result: str,
-    floor: float,
-    eps: float,
-    min_tokens: int,
-) -> Tensor:
-    """Write dispersion and count; return what `result` names: scale, rows, dispersion, or a copy.
-
-    pending, known_CD: as in `reduce_to_dispersion`.
-    """
-    B, C, D = dispersion_BCD.shape
-    out = dispersion_BCD
-    if result in ("scale", "copy"):
-        out = torch.empty_like(dispersion_BCD)
-    elif result == "rows":
-        out = dispersion_BCD.new_empty(B, C, ROW_STATISTICS.value, dtype=torch.float64)
-    outputs = dispersion_BCD, count_BC, out, *(pending or (None, None)), known_CD
+def _reduce(stats_input: Partials | SortedTokens, written: Written, epilogue: Epilogue) -> None:
+    """Reduce to dispersion and count, and run the epilogue."""
     if isinstance(stats_input, SortedTokens):
-        options = {"floor": floor, "eps": eps, "min_tokens": min_tokens}
-        measure_sorted(stats_input, *outputs, root=root, result=result, **options)
-        return out
+        measure_sorted(stats_input, written, epilogue)
+        return
+    B, C, D = written.dispersion.shape
     width = max(16, next_power_of_2(D))
     launch(
-        _reduce_partials_kernel, (B * C,), stats_input.spread, stats_input.count, *outputs, C, D,
-        stats_input.spread.shape[1], floor, eps, min_tokens, ROOT=root, RESULT=result, BD=width,
+        _reduce_partials_kernel, (B * C,), stats_input.spread, stats_input.count, *written, C, D,
+        stats_input.spread.shape[1], *epilogue.numbers, **epilogue.flags, BD=width,
         num_warps=8 if width > 2048 else 4,
     )  # fmt: skip
-    return out
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.statistics.triton.dispersion import POISON
-from acmoe.ops.statistics.triton.epilogue import cluster_epilogue
+from acmoe.ops.statistics.triton.epilogue import Epilogue, Written, cluster_epilogue
 from acmoe.ops.statistics.triton.small_clusters import small_deviations
 
 FEWEST_ROWS, MOST_ROWS = 256, 2048  # tokens of a chunk
@@ -105,26 +105,8 @@ class SortedTokens(NamedTuple):
     measure: str  # mad or square
 
 
-def measure_sorted(
-    sorted_tokens: SortedTokens,
-    dispersion_CD: Tensor,
-    count_C: Tensor,
-    out: Tensor,
-    pending_CD: Tensor | None,
-    pending_C: Tensor | None,
-    known_CD: Tensor | None,
-    *,
-    root: bool,
-    result: str,
-    floor: float,
-    eps: float,
-    min_tokens: int,
-) -> None:
-    """Write dispersion and count, and into `out` the scale, row statistics or known_CD (`result`).
-
-    Add the dispersion to the pending means, if any. The options are those of `cluster_epilogue`
-    (epilogue.py).
-    """
+def measure_sorted(sorted_tokens: SortedTokens, written: Written, epilogue: Epilogue) -> None:
+    """Measure the clusters, and run the epilogue (epilogue.py)."""
     x_TD, token_X, begin, end, measure = sorted_tokens
     T, D = x_TD.shape
     C = begin.numel() - 1
@@ -133,8 +115,10 @@ def measure_sorted(
     small = T <= SMALL * C
     tile = launch_table(D, rows, small, is_float32)
     Q = most_chunks(T, C, rows)
-    sums_QD = dispersion_CD.new_empty(Q, D, dtype=torch.float64 if is_float32 else torch.float32)
-    spread_QD = dispersion_CD.new_empty(Q, D)
+    sums_QD = written.dispersion.new_empty(
+        Q, D, dtype=torch.float64 if is_float32 else torch.float32
+    )
+    spread_QD = written.dispersion.new_empty(Q, D)
     arrivals_C = begin.new_empty(C)
     tokens = x_TD.contiguous(), token_X, begin, end
     # Consecutive programs read neighbouring features of the same tokens.
@@ -145,9 +129,9 @@ def measure_sorted(
     shape["num_warps"] = tile.num_warps
     launch(_sums_kernel, grid, *tokens, sums_QD, arrivals_C, D, C, **shape)
     launch(
-        _deviations_kernel, grid, *tokens, sums_QD, arrivals_C, spread_QD, dispersion_CD, count_C,
-        out, pending_CD, pending_C, known_CD, D, C, floor, eps, min_tokens, MEASURE=measure,
-        ROOT=root, RESULT=result, WIDTH=max(16, next_power_of_2(D)), WHOLE=tile.features >= D,
+        _deviations_kernel, grid, *tokens, sums_QD, arrivals_C, spread_QD, *written, D, C,
+        *epilogue.numbers, MEASURE=measure, **epilogue.flags,
+        WIDTH=max(16, next_power_of_2(D)), WHOLE=tile.features >= D,
         FEW=small and tile.sums == 1 and not is_float32, EXACT=D % tile.features == 0,
         maxnreg=None if is_float32 else tile.registers, **shape,
     )  # fmt: skip
