@@ -61,14 +61,14 @@ def record_dispersion(
         kernel = measure_dispersion.select(x, assignment, num_clusters, measure=measure)
         if kernel.name == "triton":
             runs = scale_op.launched_dispersion, sorted_op.launched_dispersion
-            copied = known if _copied(known, pending) else None
+            copied = known if _can_copy(known, pending) else None
             found = _repeated(runs, pending, tokens, num_clusters, (measure,), copied)
             return found[0] if found else _kept(known, x)
     _record_dispersion(pending, *tokens, num_clusters, measure)
     return _kept(known, x)
 
 
-def _copied(known: Tensor | None, pending: Pending) -> bool:
+def _can_copy(known: Tensor | None, pending: Pending) -> bool:
     """Return True if a kernel that adds to `pending` may copy `known`, too."""
     if known is None or not eager(known) or known.requires_grad:
         return False
