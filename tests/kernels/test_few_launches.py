@@ -182,3 +182,22 @@ def test_a_second_derivative_through_the_router_op_raises(device: str) -> None:
     (first,) = torch.autograd.grad(gate[:, 0].square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         first.square().sum().backward()
+
+
+@pytest.mark.parametrize("z", [0.0, 0.1])
+def test_a_router_without_a_balance_loss_does_not_fill_a_zero(
+    z: float, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from acmoe import LossConfig, build_router
+    from acmoe.ops.dispatch import use_backend
+
+    x = torch.randn(9, 16, device=device)
+    losses = LossConfig(balance=0.0, z=z)
+    router = build_router("smoe", dim=16, num_experts=4, top_k=2, losses=losses).to(device)
+    with torch.no_grad(), use_backend("torch"):
+        wanted = router(x).loss
+    monkeypatch.setattr(torch.Tensor, "new_zeros", None)  # a call of it would raise
+    with torch.no_grad(), use_backend("triton"):
+        found = router(x).loss
+    torch.testing.assert_close(found, wanted)
+    assert bool(found == 0) == (z == 0)

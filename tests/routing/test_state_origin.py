@@ -110,16 +110,25 @@ def test_a_state_that_the_next_router_can_use_needs_nothing_said(first, second):
     pass_on(layer(first), layer(second))
 
 
-def test_a_layer_whose_next_router_measures_its_own_tokens_hands_ones_on():
-    """Those that it was handed are ones, too; a scale that somebody replaced is not."""
-    x, layers = torch.randn(12, 4), [layer(CURRENT) for _ in range(3)]
-    _, first = layers[0](x)
-    _, second = layers[1](x, first)
-    assert second.scale is first.scale
-    replaced = first._replace(scale=2 * first.scale)
-    scaled = layer(PAPER)(x)[1]
-    for state in (first, second, layers[2](x, replaced)[1], layers[2](x, scaled)[1]):
-        assert torch.equal(state.scale, torch.ones(3, 4))
+@pytest.mark.parametrize("reader", [CURRENT, RandomConfig()])
+def test_a_layer_whose_next_router_reads_no_scale_hands_ones_on(reader):
+    """Those of a state that it was handed, if that state can hold nothing else."""
+    x, ones = torch.randn(3, 4), torch.ones(8, 4)
+    sizes = {"dim": 4, "hidden": 8, "num_experts": 8, "top_k": 1}
+    first, second = MoE(**sizes, next_router=reader), MoE(**sizes, router=reader)
+    state = first(x)[1]
+    assert second(x, state)[1].scale is state.scale
+    with torch.inference_mode():
+        made_apart = first(x)[1]
+    by_hand = state._replace(scale=2 * ones)
+    learned = RoutingState(*state[:2], ones.clone().requires_grad_(), *state[3:])
+    chosen = MoE(**sizes, next_router=replace(CURRENT, mean_over="chosen"))(x)[1]
+    measured = MoE(**sizes, next_router=PAPER)(x)[1]
+    assert 0 in chosen.scale  # three tokens choose three of eight experts
+    for other in (state, by_hand, learned, made_apart, chosen, measured):
+        found = second(x, other)[1].scale
+        assert torch.equal(found, ones)
+        assert not found.requires_grad and not found.is_inference()
 
 
 def test_every_field_that_enters_the_scale_enters_the_codes():

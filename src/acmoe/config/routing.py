@@ -260,7 +260,8 @@ class AdaptiveConfig(WithMovedFields):
         if self.reads == "previous":
             return 0, SCALES, int(self.detach), *self.scale_codes
         # 1 if no gradient flows through the weights of a token's clusters.
-        return 0, CLUSTERS, int(self.mix == 1 or self.detach)
+        codes = (0, CLUSTERS, int(self.mix == 1 or self.detach))
+        return codes if self.mean_over == "all" else (*codes, 1)
 
     @classmethod
     def preset(cls, name: str) -> "AdaptiveConfig":

@@ -129,7 +129,7 @@ class NextState(nn.Module):
             chosen_C = self._chosen(routing, assignment, token_mask)
         first_T = assignment[:, 0] if routing.first is None else routing.first
         if self.statistics is None:
-            scale = self._no_scale(state, chosen_C, first_layer)
+            scale = self._unread_scale(state, chosen_C)
         else:
             scale = self._scale(x, first_T, token_mask, slot, order, chosen_C)
         # The order of a masked call is valid for the same mask only, which the next router cannot
@@ -155,12 +155,17 @@ class NextState(nn.Module):
     def _origin(self, x: Tensor, before: RoutingState) -> Tensor:
         return no_elements(origin_shape(self.next_router), torch.int8, x, known=before.origin)
 
-    def _no_scale(self, state: RoutingState, chosen_C: Tensor | None, first_layer: bool) -> Tensor:
-        """Return (C, D) ones for a router that measures its own tokens; `state` may have them."""
+    def _unread_scale(self, state: RoutingState, chosen_C: Tensor | None) -> Tensor:
+        """Return (C, D) ones, and zeros for clusters after the last in chosen_C, if any.
+
+        A state of the same origin has ones already.
+        """
+        before_CD = state.scale
         if chosen_C is not None:
-            return torch.ones_like(state.scale) * up_to_last(chosen_C)[:, None]
+            return torch.ones_like(before_CD) * up_to_last(chosen_C)[:, None]
         same = state.origin.shape == origin_shape(self.next_router)
-        return state.scale if same or first_layer else torch.ones_like(state.scale)
+        usable = same and not before_CD.requires_grad and not before_CD.is_inference()
+        return before_CD if usable else torch.ones_like(before_CD)
 
     def _scale(
         self,

@@ -4,7 +4,8 @@
 
     ()                            nothing came before, or the state was made by hand
     (NOTHING,)                    no clusters: the layer before was built with next_router=None
-    (CLUSTERS, detach)            clusters, for a router that measures its own tokens or none
+    (CLUSTERS, detach)            clusters and ones, for a router that reads no scale
+    (CLUSTERS, detach, 1)         the same, with zeros for clusters after the last chosen one
     (SCALES, detach, *scale_codes)   clusters and their scales (config/scale_codes.py)
 
 A shape survives clone, .to(device), pytree, checkpointing, compilation and a send to another

@@ -231,3 +231,20 @@ def test_the_kernel_that_measures_copies_the_scale_of_the_running_average(
     taken.running_scale.fill_(7.0)
     assert torch.equal(scale, before)
     assert_noted(taken, 2 * x, cluster)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_scale_that_the_kernel_cannot_copy_is_cloned(learns: bool, device: str) -> None:
+    """A learned strength is in the scale's gradient; a buffer may be a transposed view."""
+    taken = taker(device, statistics="running", strength=0.5, learn_strength=learns).train()
+    x, cluster, order = tokens(device)
+    look(taken, x, cluster, order)
+    taken.update()
+    if not learns:
+        taken.running_scale = taken.running_scale.T.contiguous().T
+    scale = look(taken, x, cluster, order)
+    assert scale.requires_grad == learns
+    before = scale.detach().clone()
+    taken.running_scale.fill_(7.0)
+    assert torch.equal(scale.detach(), before)
+    assert not torch.equal(before, torch.ones_like(before))

@@ -29,6 +29,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(sorted_dispersion, "FEWEST_ROWS", 64)
     monkeypatch.setattr(sorted_dispersion, "MOST_ROWS", 64)
+    assert {sorted_dispersion.chunk_rows(T, C, narrow) for narrow in (True, False)} == {64}
     return sorted_dispersion
 
 
@@ -55,8 +56,11 @@ def drawn(generator: torch.Generator, device: str, dim: int = D) -> Tensor:
 
 @pytest.mark.parametrize("rows", [256, 512, 1024, 2048])
 @pytest.mark.parametrize("dim", [16, 1024])
-def test_a_steps_tokens_fold_evenly_into_its_sums(kernels: Any, dim: int, rows: int) -> None:
-    tile = kernels.launch_table(dim, rows)
+@pytest.mark.parametrize("is_float32", [True, False])
+def test_a_steps_tokens_fold_evenly_into_its_sums(
+    kernels: Any, dim: int, rows: int, is_float32: bool
+) -> None:
+    tile = kernels.launch_table(dim, rows, is_float32=is_float32)
     assert tile.sums > 0 and tile.tokens % tile.sums == 0
 
 
@@ -67,7 +71,7 @@ def test_a_steps_tokens_fold_evenly_into_its_sums(kernels: Any, dim: int, rows: 
         (8192, 8, True, 2048),  # twice an even share
         (8192, 8, False, 2048),
         (24576, 16, False, 2048),  # no more: an even share is 1,536
-        (24576, 16, True, 1024),  # several chunks a cluster anyway
+        (24576, 16, True, 1024),  # most clusters have two chunks then
     ],
 )
 def test_the_tokens_of_a_chunk(tokens: int, clusters: int, narrow: bool, rows: int) -> None:

@@ -232,8 +232,8 @@ class _Eager(torch.autograd.Function):
 
     repeats: launch by a tape, and return what `totals` says; otherwise call `route_op`, which
     others may watch. passes: return x as well. rest: the other inputs of `route_op`, and found: a
-    list for its results without gradient. Autograd takes a microsecond or two of the host for
-    every argument and result that it sees.
+    list for its results without gradient: ids, load, first choice, and a zero loss or None.
+    Autograd takes a microsecond or two of the host for every argument and result that it sees.
     """
 
     @staticmethod
@@ -243,9 +243,10 @@ class _Eager(torch.autograd.Function):
         run = partial(_without_gradient, totals, weight, keeps) if repeats else route_op
         results = run(*inputs)
         ids, gate, affinity, gate_sum, load, first, *kept = results
+        zero = None
         if repeats and totals == "none":
-            gate_sum = None  # `load` is a zero, a loss without gradient
-        found += (ids, load, first)
+            zero, gate_sum, load = gate_sum, None, None
+        found += (ids, load, first, zero)
         ctx.weight = weight
         share = load if repeats and totals == "shares" else None
         _save_tensors(ctx, inputs, results, share, *(kept or [None]))
@@ -267,9 +268,9 @@ def route_through(*inputs: Any, totals: str, weight: float = 1.0) -> tuple[Any, 
     """Return the results of `route_op`, then x, for the layers that read x after the router.
 
     totals: "none" if the caller does not read gate sum and load; "balance" if it wants the balance
-    loss of them times `weight`. The loss comes last, in place of gate sum and load, and is 0 for
-    "none". It is None, and they are there, for many tokens whose gradient is recorded, and where
-    others see the call.
+    loss of them times `weight`. The loss comes last, and replaces gate sum and load; for "none" it
+    is 0. Where others see the call it is None, and gate sum and load are there; so it is with
+    "balance" for many tokens whose gradient is recorded.
 
     In eager mode the returned x is an output of this autograd node: the backward kernel adds its
     gradient to the router's own, which saves a launch that reads both. A custom op may not return
@@ -294,10 +295,8 @@ def route_through(*inputs: Any, totals: str, weight: float = 1.0) -> tuple[Any, 
     constant: list[Any] = []
     learned = (x, embedding, bias, inputs[3:])
     results = apply(_Eager, *learned, repeats, passes, totals, weight, constant)
-    ids, load, first = constant
+    ids, load, first, zero = constant
     gate, affinity, gate_sum = results[:3]
-    balance = None
-    if repeats and totals != "sums":
-        balance = load if totals == "none" else gate_sum
+    balance = gate_sum if repeats and totals == "shares" else zero
     outputs = (ids, gate, affinity, gate_sum, load, first)
     return *outputs, results[3] if passes else x, balance

@@ -78,8 +78,8 @@ def fused_route(
         totals=_totals(temperature, weight is not None),
         weight=factor,
     )
-    if temperature is None and balance_weight != 0:  # without a weight of 0 it is not the loss
-        balance = None
+    if temperature is None and balance_weight != 0:
+        balance = None  # the kernel wrote a zero, which is the loss if its weight is 0
     clean = affinity if noise is None else affinity - noise  # exact up to rounding
     if balance is not None and weight is not None and factor != weight:
         balance = weight * balance  # the kernel has multiplied by a factor of 1

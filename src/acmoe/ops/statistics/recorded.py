@@ -63,9 +63,9 @@ def record_dispersion(
             runs = scale_op.launched_dispersion, sorted_op.launched_dispersion
             copied = known if _can_copy(known, pending) else None
             found = _repeated(runs, pending, tokens, num_clusters, (measure,), copied)
-            return found[0] if found else _kept(known, x)
+            return found[0] if found else _snapshot(known, x)
     _record_dispersion(pending, *tokens, num_clusters, measure)
-    return _kept(known, x)
+    return _snapshot(known, x)
 
 
 def _can_copy(known: Tensor | None, pending: Pending) -> bool:
@@ -77,7 +77,7 @@ def _can_copy(known: Tensor | None, pending: Pending) -> bool:
     return same and known.is_contiguous()
 
 
-def _kept(known: Tensor | None, x: Tensor) -> Tensor | None:
+def _snapshot(known: Tensor | None, x: Tensor) -> Tensor | None:
     return None if known is None else snapshot(known, accumulation_dtype(x.dtype), training=True)
 
 

@@ -104,9 +104,10 @@ class ClusterStatistics(RunningAverage):
         if mode == "batch":
             scale = self._batch_scale(x_BLD, assignment_BL, token_mask_BL, order, chosen_C)
         elif mode == "running":
-            known = self._average(assignment_BL)
-            kept = self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order, known)
-            return self._kept(known, x_BLD) if kept is None else kept
+            average = self._average(assignment_BL)
+            kept = self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order, average)
+            assert kept is not None
+            return kept
         else:
             self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order)
             scale = self._sequence_scale(x_BLD, assignment_BL, token_mask_BL)
@@ -169,15 +170,10 @@ class ClusterStatistics(RunningAverage):
     ) -> Tensor | None:
         """In training, record the dispersion of all tokens of the call for `update`.
 
-        known: a scale to keep (`record_dispersion`), which is returned then, or None if it was not.
+        Return the scale `known`, if any, in a tensor that no update changes.
         """
-        if self.training and self.group:
-            if not replaying():  # a recompute in the backward communicates nothing
-                found = self._global_dispersion(x_BLD, assignment_BL, token_mask_BL)
-                record_batch(*self.batches, *found, least=LEAST)
-                self.count_forward()
-        elif self.training:
-            known = record_dispersion(
+        if self.training and not self.group:
+            kept = record_dispersion(
                 *(self.batches, x_BLD, assignment_BL, self.num_clusters),
                 measure=self.config.measure,
                 token_mask=token_mask_BL,
@@ -185,8 +181,12 @@ class ClusterStatistics(RunningAverage):
                 known=known,
             )
             self.count_forward()
-            return known
-        return None
+            return kept
+        if self.training and not replaying():  # a recompute in the backward communicates nothing
+            found = self._global_dispersion(x_BLD, assignment_BL, token_mask_BL)
+            record_batch(*self.batches, *found, least=LEAST)
+            self.count_forward()
+        return None if known is None else self._kept(known, x_BLD)
 
     def _global_dispersion(
         self, x_BLD: Tensor, assignment_BL: Tensor, token_mask_BL: Tensor | None

@@ -1,1 +1,1 @@
-"""The kernels of the experts on a CPU, and products that the definition makes there, too."""
+"""The kernels of the experts on a CPU, and the products of the definition there."""

@@ -91,8 +91,7 @@ def route(
     first_T = ids_TK.new_empty(T)
     # The only program computes the loss itself, and writes it to `partial_2NE`.
     alone = totals == "balance" and N == 1 and not selecting.is_sorted
-    shape = () if alone or totals == "none" else (2, N, E)
-    partial_2NE = (affinity_TE.new_empty if T > 0 else affinity_TE.new_zeros)(shape)
+    partial_2NE = affinity_TE.new_empty(() if alone or totals == "none" else (2, N, E))
     kept_TD: Tensor | None = None
     if T > 0:
         router = (
@@ -108,7 +107,7 @@ def route(
             _route_kernel, (N,), *tokens.pointers, *router, known, ids_TK, gate_TK,
             affinity_TE, partial_2NE, first_T, T, D, tokens.scale.shape[0], 1.0 / temperature,
             weight, E=E, K=top_k, SELECTED=over_selected, **flags, **selecting.flags,
-            RANGES=cdiv(D, size) if selects else 0, TOTALS=_written(totals, alone),
+            RANGES=cdiv(D, size) if selects else 0, TOTALS=_totals_flag(totals, alone),
             BT=tile.tokens, BD=step, BE=max(16, next_power_of_2(E)),
             BK=max(2, next_power_of_2(top_k)),
             num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.registers,
@@ -179,7 +178,7 @@ def _known_affinities(
     return affinity_TE, None  # not read
 
 
-def _written(totals: str, alone: bool) -> int:
+def _totals_flag(totals: str, alone: bool) -> int:
     """Return TOTALS of `_route_kernel`."""
     if totals == "none":
         return 0

@@ -27,15 +27,15 @@ _LEAST = tl.constexpr(LEAST)
 ROW_STATISTICS = tl.constexpr(3)  # mean dispersion, 1 if informative, sum of weights
 
 
-class Written(NamedTuple):
-    """The tensors that the epilogue writes, or copies from."""
+class Outputs(NamedTuple):
+    """The tensors that the epilogue writes, and the one that it may copy."""
 
     dispersion: Tensor  # (C, D) float32, with a leading B if there are several sets
     count: Tensor  # (C,)
     out: Tensor  # the result
     pending: Tensor | None = None  # means (C, D) that the dispersion is added to
     pending_count: Tensor | None = None  # and their counts (C,)
-    known: Tensor | None = None  # (C, D), copied to `out` if the result is "copy"
+    known: Tensor | None = None  # (C, D), read only: copied to `out` if the result is "copy"
 
 
 class Epilogue(NamedTuple):

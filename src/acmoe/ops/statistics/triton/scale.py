@@ -27,7 +27,7 @@ from acmoe.ops.statistics.triton.dispersion import Partials
 from acmoe.ops.statistics.triton.epilogue import (
     ROW_STATISTICS,
     Epilogue,
-    Written,
+    Outputs,
     clamp_to_float32,
     cluster_epilogue,
 )
@@ -57,8 +57,8 @@ def reduce_to_dispersion(
     spread_BCD, count_BC = into or _allocate(stats_input)
     copied = None if known is None else torch.empty_like(spread_BCD)
     out = spread_BCD if copied is None else copied  # a dispersion alone writes nothing to it
-    written = Written(spread_BCD, count_BC, out, *(pending or (None, None)), known)
-    _reduce(stats_input, written, Epilogue("dispersion" if known is None else "copy", root))
+    outputs = Outputs(spread_BCD, count_BC, out, *(pending or (None, None)), known)
+    _reduce(stats_input, outputs, Epilogue("dispersion" if known is None else "copy", root))
     return spread_BCD, count_BC, copied
 
 
@@ -77,10 +77,10 @@ def reduce_to_scale(
     if not direct:
         sizes = (*spread_BCD.shape[:2], ROW_STATISTICS.value)
         out = spread_BCD.new_empty(sizes, dtype=torch.float64)
-    written = Written(spread_BCD, count_BC, out, *(pending or (None, None)))
+    outputs = Outputs(spread_BCD, count_BC, out, *(pending or (None, None)))
     options = settings.floor, settings.eps, settings.min_tokens
     root = settings.measure == "std"
-    _reduce(stats_input, written, Epilogue("scale" if direct else "rows", root, *options))
+    _reduce(stats_input, outputs, Epilogue("scale" if direct else "rows", root, *options))
     if not direct:
         _normalise(spread_BCD, out, scale_BCD, settings)
     return scale_BCD, spread_BCD, count_BC
@@ -110,15 +110,15 @@ def _allocate(stats_input: Partials | SortedTokens) -> tuple[Tensor, Tensor]:
     return new(B, C, D), new(B, C)
 
 
-def _reduce(stats_input: Partials | SortedTokens, written: Written, epilogue: Epilogue) -> None:
+def _reduce(stats_input: Partials | SortedTokens, outputs: Outputs, epilogue: Epilogue) -> None:
     """Reduce to dispersion and count, and run the epilogue."""
     if isinstance(stats_input, SortedTokens):
-        measure_sorted(stats_input, written, epilogue)
+        measure_sorted(stats_input, outputs, epilogue)
         return
-    B, C, D = written.dispersion.shape
+    B, C, D = outputs.dispersion.shape
     width = max(16, next_power_of_2(D))
     launch(
-        _reduce_partials_kernel, (B * C,), stats_input.spread, stats_input.count, *written, C, D,
+        _reduce_partials_kernel, (B * C,), stats_input.spread, stats_input.count, *outputs, C, D,
         stats_input.spread.shape[1], *epilogue.numbers, **epilogue.flags, BD=width,
         num_warps=8 if width > 2048 else 4,
     )  # fmt: skip

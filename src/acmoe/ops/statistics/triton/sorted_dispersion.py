@@ -27,12 +27,13 @@ from torch import Tensor
 
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.statistics.triton.dispersion import POISON
-from acmoe.ops.statistics.triton.epilogue import Epilogue, Written, cluster_epilogue
+from acmoe.ops.statistics.triton.epilogue import Epilogue, Outputs, cluster_epilogue
 from acmoe.ops.statistics.triton.small_clusters import small_deviations
 
 FEWEST_ROWS, MOST_ROWS = 256, 2048  # tokens of a chunk
-# Clusters of more tokens than a chunk have several anyway. Models of few features then get shorter
-# ones, because they have few programs. (float32 tokens of switch take 24.1 us instead of 21.1.)
+# Models of few features have few programs. Where an even share exceeds SHORT_ROWS tokens, chunks of
+# so many are faster, although most clusters then take a second pass: see `launch_table`. (float32
+# tokens of switch would take 24.1 us instead of 21.1.)
 NARROW, SHORT_ROWS = 1024, 1024
 SMALL = 64  # mean tokens of a cluster up to which a program owns all features of a chunk
 MOST_FEATURES = 4096  # features of a program: 8 for each of 512 threads
@@ -61,8 +62,8 @@ def launch_table(dim: int, rows: int, small: bool = False, is_float32: bool = Fa
     Times of both launches in a CUDA graph of repeated calls (H200): chunks of 512 tokens, as at
     qwen30b, 79 us (83 in steps of 64); chunks of 1024, olmoe, 72 us (82 with 72 registers). Long
     chunks prefetch: 2048, mixtral, 49 us. Narrow models load all of a step at once: 13.8 us at
-    switch, 14.7 at swin, 25.1 for 64 clusters of 512 tokens and features (with chunks of 2,048
-    tokens or 8 warps 15.5, 15.9 and 31.3).
+    switch and 14.7 at swin, which took 15.5 and 15.9 in chunks of 2,048 tokens with 8 warps; and
+    25.1 for 64 clusters of 512 tokens with 512 features, 31.3 with 8 warps.
 
     small: clusters have SMALL tokens or fewer on average. 128 tokens a step would be mostly absent
     ones, and dim / 64 programs a cluster would each look it up among all.
@@ -81,13 +82,12 @@ def launch_table(dim: int, rows: int, small: bool = False, is_float32: bool = Fa
 def chunk_rows(num_tokens: int, num_clusters: int, narrow: bool) -> int:
     """Return the tokens per chunk: twice an even share, so that few clusters need a second chunk.
 
-    narrow: tokens have 16 bits and fewer than NARROW features. The result does not depend on the
-    device: chunks decide the order of additions.
+    narrow: tokens have 16 bits and fewer than NARROW features; they have more chunks. The result
+    does not depend on the device: chunks decide the order of additions.
     """
     target = next_power_of_2(max(1, 2 * num_tokens // num_clusters))
-    if narrow and target > MOST_ROWS:
-        return SHORT_ROWS
-    return max(FEWEST_ROWS, min(MOST_ROWS, target))
+    shortens = narrow and target > MOST_ROWS
+    return max(FEWEST_ROWS, min(MOST_ROWS, SHORT_ROWS if shortens else target))
 
 
 def most_chunks(num_tokens: int, num_clusters: int, rows: int) -> int:
@@ -105,7 +105,7 @@ class SortedTokens(NamedTuple):
     measure: str  # mad or square
 
 
-def measure_sorted(sorted_tokens: SortedTokens, written: Written, epilogue: Epilogue) -> None:
+def measure_sorted(sorted_tokens: SortedTokens, outputs: Outputs, epilogue: Epilogue) -> None:
     """Measure the clusters, and run the epilogue (epilogue.py)."""
     x_TD, token_X, begin, end, measure = sorted_tokens
     T, D = x_TD.shape
@@ -115,10 +115,8 @@ def measure_sorted(sorted_tokens: SortedTokens, written: Written, epilogue: Epil
     small = T <= SMALL * C
     tile = launch_table(D, rows, small, is_float32)
     Q = most_chunks(T, C, rows)
-    sums_QD = written.dispersion.new_empty(
-        Q, D, dtype=torch.float64 if is_float32 else torch.float32
-    )
-    spread_QD = written.dispersion.new_empty(Q, D)
+    spread_QD = outputs.dispersion.new_empty(Q, D)
+    sums_QD = torch.empty_like(spread_QD, dtype=torch.float64 if is_float32 else torch.float32)
     arrivals_C = begin.new_empty(C)
     tokens = x_TD.contiguous(), token_X, begin, end
     # Consecutive programs read neighbouring features of the same tokens.
@@ -129,7 +127,7 @@ def measure_sorted(sorted_tokens: SortedTokens, written: Written, epilogue: Epil
     shape["num_warps"] = tile.num_warps
     launch(_sums_kernel, grid, *tokens, sums_QD, arrivals_C, D, C, **shape)
     launch(
-        _deviations_kernel, grid, *tokens, sums_QD, arrivals_C, spread_QD, *written, D, C,
+        _deviations_kernel, grid, *tokens, sums_QD, arrivals_C, spread_QD, *outputs, D, C,
         *epilogue.numbers, MEASURE=measure, **epilogue.flags,
         WIDTH=max(16, next_power_of_2(D)), WHOLE=tile.features >= D,
         FEW=small and tile.sums == 1 and not is_float32, EXACT=D % tile.features == 0,
