@@ -3,6 +3,7 @@
 The kernel `cpu` has the bits of the definition, the kernel `native` other sums in float32.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -163,6 +164,41 @@ def test_second_and_batched_derivatives_in_float32(kernel: str) -> None:
     assert_like_the_definition(*results, "native")  # both sum float32 in another order
 
 
+def doubling(name: str, seen: list[str]) -> Callable[[Tensor], Tensor]:
+    """A hook that doubles a gradient, and appends a name where it does."""
+
+    def hook(grad: Tensor) -> Tensor:
+        seen.append(name)
+        return 2 * grad
+
+    return hook
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_gradient_that_records_is_that_of_a_layer_used_twice(kernel: str) -> None:
+    """The second call's tokens come from the weights of the first; `down` is made of `up`.
+
+    Each weight has a hook, which must see one gradient, with its whole value.
+    """
+    leaves, rows, _ = call("relu", tokens=3, dim=3, hidden=3, experts=3, dtype=torch.float32)
+    found = {}
+    for name, records in ((kernel, False), (kernel, True), ("torch", True)):
+        x, gate, up, _, up_bias, down_bias = [one.clone().requires_grad_() for one in leaves]
+        seen: list[str] = []
+        up.register_hook(doubling("up", seen))
+        up_bias.register_hook(doubling("bias", seen))
+        given = [x, gate, up, up.mT.contiguous() * 2, up_bias, down_bias]
+        once = run(given, rows, "relu", kernel=name)
+        given[0] = once + x
+        loss = run(given, rows, "relu", kernel=name).square().sum()
+        grads = torch.autograd.grad(loss, [x, gate, up, up_bias, down_bias], create_graph=records)
+        assert sorted(seen) == ["bias", "up"]
+        found[name, records] = [grad.detach() for grad in grads]
+    for one in ((kernel, True), ("torch", True)):
+        for mine, other in zip(found[one], found[kernel, False], strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
 def test_the_gradient_of_a_transposed_view_lies_as_its_memory_does() -> None:
     leaves, rows, _ = call("swiglu", dim=8, hidden=16, dtype=torch.float32)
     stored = [one.mT.contiguous().requires_grad_() for one in leaves[2:4]]
@@ -217,3 +253,17 @@ def test_compiled_autograd_traces_the_backward_as_one_graph(kernel: str) -> None
     with torch._dynamo.compiled_autograd._enable(compiler):
         found = torch.autograd.grad(y, inputs)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.skipif(missing() is not None, reason="there is no C compiler")
+def test_sums_over_many_rows_of_an_expert_lose_no_digits_in_c() -> None:
+    """All 100,000 numbers are positive: one sum after another would be off by 3e-5."""
+    leaves, rows, _ = call("relu", tokens=100_000, dim=4, hidden=4, experts=1, top_k=1)
+    leaves = [one.abs() for one in leaves]
+    grads = []
+    for dtype, kernel in ((torch.float32, "native"), (torch.float64, "torch")):
+        learned = [one.to(dtype).requires_grad_() for one in leaves]
+        y = run(learned, rows, "relu", kernel=kernel)
+        grads.append(torch.autograd.grad(y.sum(), learned[2:4]))
+    for mine, exact in zip(*grads, strict=True):
+        assert (mine.double() - exact).abs().max() < 2e-6 * exact.abs().max()

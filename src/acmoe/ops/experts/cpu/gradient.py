@@ -147,12 +147,19 @@ def through_activation(grad_NF: Tensor, saved: Saved, activation: str) -> Tensor
 def by_definition(
     saved: Saved, needed: tuple[bool, ...], grad_TD: Tensor, activation: str
 ) -> list[Tensor | None]:
-    """Compute `gradients` for those who differentiate them in turn."""
-    leaves: list[Any] = [one for one, wanted in zip(saved[:6], needed, strict=True) if wanted]
-    records = torch.is_grad_enabled()
+    """Compute `gradients` for those who differentiate them in turn.
+
+    The derivatives are by aliases of the saved tensors, which nothing else was computed from: a
+    weight may also be what x, or another weight, was computed from, and may have hooks.
+    """
     with torch.enable_grad():
-        weights = ExpertWeights(saved.up, saved.down, saved.up_bias, saved.down_bias)
+        given: list[Any] = [
+            one.view_as(one) if one is not None and wanted else one
+            for one, wanted in zip(saved[:6], needed, strict=True)
+        ]
+        x, gate, *weights = given
         rows = Rows(*saved[-5:])
-        y_TD = experts_of_rows(grouped_linear, saved.x, weights, rows, saved.gate, activation)
-        grads = iter(torch.autograd.grad(y_TD, leaves, grad_TD, create_graph=records))
+        y_TD = experts_of_rows(grouped_linear, x, ExpertWeights(*weights), rows, gate, activation)
+        aliases = [one for one, wanted in zip(given, needed, strict=True) if wanted]
+        grads = iter(torch.autograd.grad(y_TD, aliases, grad_TD, create_graph=True))
     return [next(grads) if wanted else None for wanted in needed]

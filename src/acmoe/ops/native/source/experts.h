@@ -21,7 +21,8 @@ static inline float sigmoid(float v) {
     return (v < 0.0f ? e : 1.0f) / (1.0f + e);
 }
 
-enum { TILE = 4 }; /* rows of a result that are added up at once, in registers */
+enum { TILE = 4 };     /* rows of a result that are added up at once, in registers */
+enum { BLOCK_K = 256 }; /* numbers that are added up before their sum is: a long sum would lose digits */
 
 /* A sum over k of numbers times rows: out[a, i] = sum of number[a * step_a + k * step_k] * row[k, i]. */
 struct product {
@@ -32,19 +33,28 @@ struct product {
 /* Write `most` rows of out from a on, in `left` columns from i on: at most two vectors of them. */
 INLINE void add_up_tile(const struct product *of, int64_t a, int most, int64_t i, int64_t left,
                        float *out) {
-    lanes low[TILE] = {{0}}, high[TILE] = {{0}};
-    for (int64_t k = 0; k < of->K; k++) {
-        const float *row = of->row + k * of->I + i, *number = of->number + a * of->step_a + k * of->step_k;
-        const lanes u = load(row, left), v = left > LANES ? load(row + LANES, left - LANES) : u;
+    lanes all_low[TILE] = {{0}}, all_high[TILE] = {{0}};
+    for (int64_t first = 0; first < of->K; first += BLOCK_K) {
+        const int64_t end = of->K - first < BLOCK_K ? of->K : first + BLOCK_K;
+        lanes low[TILE] = {{0}}, high[TILE] = {{0}};
+        for (int64_t k = first; k < end; k++) {
+            const float *row = of->row + k * of->I + i;
+            const float *number = of->number + a * of->step_a + k * of->step_k;
+            const lanes u = load(row, left), v = left > LANES ? load(row + LANES, left - LANES) : u;
+            for (int j = 0; j < most; j++) {
+                low[j] += number[j * of->step_a] * u;
+                high[j] += number[j * of->step_a] * v;
+            }
+        }
         for (int j = 0; j < most; j++) {
-            low[j] += number[j * of->step_a] * u;
-            high[j] += number[j * of->step_a] * v;
+            all_low[j] += low[j];
+            all_high[j] += high[j];
         }
     }
     for (int j = 0; j < most; j++) {
         float *to = out + (a + j) * of->I + i;
-        store(to, low[j], left);
-        if (left > LANES) store(to + LANES, high[j], left - LANES);
+        store(to, all_low[j], left);
+        if (left > LANES) store(to + LANES, all_high[j], left - LANES);
     }
 }
 
