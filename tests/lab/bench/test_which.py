@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from acmoe.errors import UserError
-from acmoe.lab.bench.shapes import SHAPES
+from acmoe.lab.bench.implementations.ours import new_moe
+from acmoe.lab.bench.shapes import SHAPES, find_shape
 from acmoe.lab.bench.which import baselines, which
-from acmoe.ops.dispatch import OPS, use_backend
+from acmoe.ops.dispatch import OPS, record_choices, use_backend
 from acmoe.ops.experts.settings import tables
 from acmoe.ops.native.library import missing
 
@@ -101,3 +102,21 @@ def test_an_unknown_option_is_named_on_any_machine(
         which(CPU, torch.bfloat16, OLMOE)
     monkeypatch.undo()
     tables.clear_cache()
+
+
+@pytest.mark.parametrize("name", ["tiny-relu", "tiny", "nano"])
+def test_the_experts_kernel_on_a_cpu_is_the_one_that_a_layer_runs(name: str) -> None:
+    shape = find_shape(name)
+    layer = new_moe(shape, "smoe")
+    with torch.no_grad(), record_choices() as choices:
+        layer(torch.randn(2, shape.dim))
+    listed = [one for one in which(CPU, torch.float32, shape) if one.op == "expert_mlp"]
+    runs = [one.backend for one in listed if one.runs]
+    assert runs == [one.kernel for one in choices if one.op == "expert_mlp"] == [NATIVE]
+
+
+@pytest.mark.skipif(missing() is not None, reason="there is no C compiler")
+def test_a_large_layer_s_reason_against_c_is_its_size() -> None:
+    listed = which(CPU, torch.float32, find_shape("granite"))
+    reason = {one.backend: one.unsupported for one in listed if one.op == "expert_mlp"}["native"]
+    assert reason == "it takes up to 524,288 weights, in one thread"

@@ -247,11 +247,13 @@ class Bench:
         from acmoe.runtime import pick_device
 
         device = pick_device("auto")
+        # As the benchmarks take it, if no option says otherwise.
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         for shape in find_shapes(getattr(self.action, "shapes", ()) or ("olmoe",), device):
-            title = f"bf16 on {device}, experts of {shape.name}"
+            title = f"{str(dtype).removeprefix('torch.')} on {device}, experts of {shape.name}"
             headings = ("op", "kernel", "runs", "why not")
             rows = []
-            where = (device, torch.bfloat16, shape)
+            where = (device, dtype, shape)
             for choice in (*which(*where), *baselines(*where)):
                 runs = "yes" if choice.runs else "can" if choice.unsupported is None else "no"
                 rows.append((choice.op, choice.backend, runs, choice.unsupported or ""))

@@ -55,6 +55,10 @@ class Choice(NamedTuple):
     unsupported: str | None  # the reason why it cannot serve; None: it could
 
 
+# Numbers of a weight that `which` allocates on a CPU: more than its kernels for small layers serve.
+_MOST_IN_MEMORY = 2**26
+
+
 def which(device: torch.device, dtype: torch.dtype, shape: Shape) -> list[Choice]:
     """Return every kernel of every op, for tokens of `dtype` on `device`.
 
@@ -89,18 +93,14 @@ def _ask(op: Op[..., Any], *args: Any, **kwargs: Any) -> Iterator[Choice]:
 
 
 def _layer(x: Tensor, shape: Shape) -> Iterator[Choice]:
-    with torch.device("meta"):  # no memory for real weights
-        up = torch.empty(shape.num_experts, shape.width, shape.dim)
-        down = torch.empty(shape.num_experts, shape.dim, shape.hidden)
-        bias = torch.empty(0) if shape.bias else None
-    weights = ExpertWeights(up, down, bias, bias)
+    weights = _weights(x, shape)
     embedding_ED = x.new_empty(shape.num_experts, shape.dim)
     # Two tokens: a single one has a kernel of its own on a CPU.
     x = x.new_empty(2, shape.dim)
     expert_ids = torch.zeros(2, shape.top_k, dtype=torch.int64, device=x.device)
     gate = expert_ids.to(x.dtype)
     ids = expert_ids.flatten()
-    rows = Rows(ids, ids, ids, ids, ids)
+    rows = Rows(ids, ids, ids.new_zeros(shape.num_experts), ids, ids)
     yield from _ask(
         route, ScaledTokens(x), embedding_ED, None, top_k=shape.top_k, over_selected=True
     )
@@ -108,9 +108,21 @@ def _layer(x: Tensor, shape: Shape) -> Iterator[Choice]:
     experts: dict[str, Any] = {"activation": shape.activation, "complete": True}
     yield from _ask(expert_mlp, x, weights, rows, gate, **experts)
     if expert_mlp.select(x, weights, rows, gate, **experts).name == "triton":
-        yield from _expert_gemms(x, bias, shape)
+        yield from _expert_gemms(x, weights.up_bias, shape)
     clamped: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "interleaved": True}
     yield from _ask(clamped_swiglu, x.new_empty(1, 2), **clamped)
+
+
+def _weights(x: Tensor, shape: Shape) -> ExpertWeights:
+    """Return weights of this shape; those of a large layer have no memory."""
+    E, W, D, F = shape.num_experts, shape.width, shape.dim, shape.hidden
+    device = x.device if x.is_cpu and E * W * D <= _MOST_IN_MEMORY else torch.device("meta")
+
+    def empty(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=x.dtype, device=device)
+
+    up_bias, down_bias = (empty(E, W), empty(E, D)) if shape.bias else (None, None)
+    return ExpertWeights(empty(E, W, D), empty(E, D, F), up_bias, down_bias)
 
 
 def _expert_gemms(x: Tensor, bias: Tensor | None, shape: Shape) -> Iterator[Choice]:
