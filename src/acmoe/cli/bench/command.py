@@ -233,7 +233,8 @@ class Bench:
     ) = Layer()
     which: bool = False
     """Measure nothing; list which kernels this machine uses, and why faster ones cannot run. It
-    looks at an MoE layer of the shape olmoe, or at those of `--which layer --shapes ...`."""
+    looks at an MoE layer of the shape olmoe, in bf16 on a GPU and float32 elsewhere, or at those of
+    `--which layer --shapes ...`."""
 
     def run(self) -> int:
         if not self.which:
