@@ -131,6 +131,14 @@ def test_a_layer_whose_next_router_reads_no_scale_hands_ones_on(reader):
         assert not found.requires_grad and not found.is_inference()
 
 
+def test_a_layer_that_hands_ones_on_compiles_in_one_graph():
+    x, first, second = torch.randn(12, 4), layer(next_router=CURRENT), layer(CURRENT)
+    state = first(x)[1]
+    compiled = torch.compile(second, backend="eager", fullgraph=True)
+    for found, wanted in zip(compiled(x, state)[1], second(x, state)[1], strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 def test_every_field_that_enters_the_scale_enters_the_codes():
     config = AdaptiveConfig(strength=1.0)
     inside = {

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import UserError, check
+from acmoe.ops.dispatch import eager
 from acmoe.ops.empty import no_elements
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.reentrant import check_reentrant
@@ -163,8 +164,9 @@ class NextState(nn.Module):
         before_CD = state.scale
         if chosen_C is not None:
             return torch.ones_like(before_CD) * up_to_last(chosen_C)[:, None]
-        same = state.origin.shape == origin_shape(self.next_router)
-        usable = same and not before_CD.requires_grad and not before_CD.is_inference()
+        if state.origin.shape != origin_shape(self.next_router) or not eager(before_CD):
+            return torch.ones_like(before_CD)
+        usable = not before_CD.requires_grad and not before_CD.is_inference()
         return before_CD if usable else torch.ones_like(before_CD)
 
     def _scale(
