@@ -131,6 +131,7 @@ def test_a_layer_whose_next_router_reads_no_scale_hands_ones_on(reader):
         assert not found.requires_grad and not found.is_inference()
 
 
+@torch.no_grad()
 def test_a_layer_that_hands_ones_on_compiles_in_one_graph():
     x, first, second = torch.randn(12, 4), layer(next_router=CURRENT), layer(CURRENT)
     state = first(x)[1]
