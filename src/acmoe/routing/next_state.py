@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import UserError, check
-from acmoe.ops.dispatch import eager
 from acmoe.ops.empty import no_elements
+from acmoe.ops.ones import ones_like
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.reentrant import check_reentrant
 from acmoe.ops.sort.order import (
@@ -157,17 +157,12 @@ class NextState(nn.Module):
         return no_elements(origin_shape(self.next_router), torch.int8, x, known=before.origin)
 
     def _unread_scale(self, state: RoutingState, chosen_C: Tensor | None) -> Tensor:
-        """Return (C, D) ones, and zeros for clusters after the last in chosen_C, if any.
-
-        A state of the same origin has ones already.
-        """
-        before_CD = state.scale
+        """Return (C, D) ones. With chosen_C, clusters after the last chosen one have zeros."""
         if chosen_C is not None:
-            return torch.ones_like(before_CD) * up_to_last(chosen_C)[:, None]
-        if state.origin.shape != origin_shape(self.next_router) or not eager(before_CD):
-            return torch.ones_like(before_CD)
-        usable = not before_CD.requires_grad and not before_CD.is_inference()
-        return before_CD if usable else torch.ones_like(before_CD)
+            return torch.ones_like(state.scale) * up_to_last(chosen_C)[:, None]
+        return ones_like(
+            state.scale, holds_ones=state.origin.shape == origin_shape(self.next_router)
+        )
 
     def _scale(
         self,

@@ -89,7 +89,7 @@ class RunningAverage(StepStatistics):
         self.scaled_from = None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load the averages, unless they are dispersions of another measure.
+        """Load the averages; report an error if they were measured by another measure.
 
         Plain dicts, files of safetensors and those of earlier versions do not name the measure.
         """

@@ -147,10 +147,11 @@ def through_activation(grad_NF: Tensor, saved: Saved, activation: str) -> Tensor
 def by_definition(
     saved: Saved, needed: tuple[bool, ...], grad_TD: Tensor, activation: str
 ) -> list[Tensor | None]:
-    """Compute `gradients` for those who differentiate them in turn.
+    """Compute `gradients` by the definition, so that they can be differentiated again.
 
-    The derivatives are by aliases of the saved tensors, which nothing else was computed from: a
-    weight may also be what x, or another weight, was computed from, and may have hooks.
+    It differentiates by views of the saved tensors. If it took the tensors themselves, a weight
+    from which x or another weight was computed would get its gradient twice, and its hooks would
+    run twice.
     """
     with torch.enable_grad():
         given: list[Any] = [
@@ -160,6 +161,6 @@ def by_definition(
         x, gate, *weights = given
         rows = Rows(*saved[-5:])
         y_TD = experts_of_rows(grouped_linear, x, ExpertWeights(*weights), rows, gate, activation)
-        aliases = [one for one, wanted in zip(given, needed, strict=True) if wanted]
-        grads = iter(torch.autograd.grad(y_TD, aliases, grad_TD, create_graph=True))
+        views = [one for one, wanted in zip(given, needed, strict=True) if wanted]
+        grads = iter(torch.autograd.grad(y_TD, views, grad_TD, create_graph=True))
     return [next(grads) if wanted else None for wanted in needed]

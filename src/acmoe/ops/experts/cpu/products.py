@@ -74,7 +74,7 @@ def as_vectors(x: Tensor, weight: Tensor, rows: int) -> bool:
 
 
 def rows_as_vectors(x: Tensor, weight: Tensor) -> int:
-    """Return how many rows like x are multiplied as vectors at most: 0, 1 or FEWEST_ROWS."""
+    """Return up to how many rows of an expert are multiplied as vectors: 0, 1 or FEWEST_ROWS."""
     if not as_vectors(x, weight, 1):
         return 0
     return FEWEST_ROWS if as_vectors(x, weight, 2) else 1

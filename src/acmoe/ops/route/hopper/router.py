@@ -87,7 +87,7 @@ def _affinities(
     CONSUMER: gl.constexpr, pipeline, scale_bufs, scale_args, row, k_block, num_k,
     HAS_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Return the products (64, WIDTH) of the tokens from a row on and all experts."""
+    """Return the affinities (64, WIDTH) of 64 tokens, from `row` on, without bias and noise."""
     x_bufs, w_bufs, full, empty = pipeline
     STAGES: gl.constexpr = x_bufs.shape[0]
     WIDTH: gl.constexpr = w_bufs.shape[1]

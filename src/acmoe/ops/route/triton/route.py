@@ -130,9 +130,10 @@ def _hopper_route(
     temperature: float,
     sums: bool,
 ) -> tuple[Tensor, ...]:
-    """Return ids, gate, affinity, partial sums (2, N, E) and first choices by the Hopper kernel.
+    """Run the Hopper kernel; return ids, gate, affinity, partial sums (2, N, E) and first choices.
 
-    router: embedding, bias and noise. sums: False for a zero () in place of the partial sums.
+    router: embedding, bias and noise. sums: False if nobody reads the partial sums; a zero () is
+    returned in their place.
     """
     from acmoe.ops.route.hopper.launch import ROWS_OF_SUMS, launch_router
 

@@ -51,7 +51,10 @@ class Tile(NamedTuple):
 
     @property
     def sums(self) -> int:
-        """BS, partial sums per feature: tokens that all threads load at once, 8 elements each."""
+        """The partial sums per feature, BS: as many as tokens that all threads load at once.
+
+        Each thread loads 8 elements.
+        """
         return 8 * 32 * self.num_warps // self.features
 
 
