@@ -13,6 +13,7 @@ from acmoe.ops.experts import ExpertWeights
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.sort import sort_rows
 from acmoe.ops.statistics.prefix import PrefixMoments
+from acmoe.ops.statistics.prefix_scale import Prior
 from acmoe.ops.statistics.scale import ScaleOptions
 
 
@@ -136,6 +137,14 @@ def prefix_case(draw: Draw) -> Case:
     return Case(args, {"measure": "mad"}, (), 1e-3)
 
 
+def prefix_scale_case(draw: Draw) -> Case:
+    """Cluster 2 has an average of too few tokens to be read."""
+    average = draw.normal(3, 8).exp()
+    prior = Prior(average, torch.tensor([5.0, 9.0, 1.0], device=draw.device), 4.0)
+    args = (*prefix_case(draw).args, prior, scale_case(draw).args[3])
+    return Case(args, {"measure": "std"}, (), 1e-4)
+
+
 def batch_case(draw: Draw) -> Case:
     mean, new = draw.normal(4, 6).exp(), draw.normal(4, 6).exp()
     new[1, 2] = torch.inf  # such a cluster stays as it is
@@ -229,6 +238,7 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "measure_dispersion": dispersion_case,
     "measure_scale": scale_case,
     "measure_prefix": prefix_case,
+    "measure_prefix_scale": prefix_scale_case,
     "add_batch": batch_case,
     "update_average": average_case,
     "update_average_and_scale": average_and_scale_case,

@@ -39,9 +39,11 @@ from acmoe.ops.map_attention import map_attention
 from acmoe.ops.norm import add_norm, add_norm_twice
 from acmoe.ops.route import ScaledTokens, route
 from acmoe.ops.sort import Rows, sort_rows
-from acmoe.ops.statistics.op import measure_dispersion, measure_prefix, measure_scale
+from acmoe.ops.statistics.op import measure_dispersion, measure_scale
 from acmoe.ops.statistics.pending import add_batch
 from acmoe.ops.statistics.prefix import PrefixMoments
+from acmoe.ops.statistics.prefix_op import measure_prefix, measure_prefix_scale
+from acmoe.ops.statistics.prefix_scale import Prior
 from acmoe.ops.statistics.running import update_average, update_average_and_scale
 from acmoe.ops.statistics.scale import ScaleOptions
 
@@ -161,7 +163,10 @@ def _statistics(x: Tensor, shape: Shape) -> Iterator[Choice]:
     yield from _ask(measure_dispersion, x, assignment, clusters, measure="mad")
     yield from _ask(measure_scale, x, assignment, clusters, options, measure="mad")
     moments = PrefixMoments.empty(1, 1, shape.dim, device=x.device, dtype=torch.float32)
-    yield from _ask(measure_prefix, x[None], assignment[None, :, None], moments, measure="mad")
+    tokens = x[None], assignment[None, :, None], moments
+    yield from _ask(measure_prefix, *tokens, measure="mad")
+    prior = Prior(moments.mean[0], moments.tokens[0], 16.0)
+    yield from _ask(measure_prefix_scale, *tokens, prior, options, measure="mad")
     average, weight = x.new_empty(1, shape.dim, dtype=torch.float32), x.float().new_empty(1)
     buffers = (average, weight, average, weight)
     yield from _ask(add_batch, *buffers, 2)

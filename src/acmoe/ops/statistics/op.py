@@ -1,6 +1,6 @@
-"""Cluster statistics as ops: dispersion, the scale computed from it, and causal dispersion.
+"""Cluster statistics as ops: dispersion, and the scale computed from it.
 
-B sequences of L tokens, D features, C clusters, J clusters per token, X any leading dimensions.
+T tokens, D features, C clusters, X any leading dimensions.
 """
 
 import torch
@@ -13,8 +13,6 @@ from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics import cpu, native
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.dispersion_op import KERNEL_MEASURES, fused_dispersion
-from acmoe.ops.statistics.prefix import PrefixMoments, prefix_dispersion
-from acmoe.ops.statistics.prefix_op import fused_prefix_dispersion
 from acmoe.ops.statistics.scale import ScaleOptions, scale_of
 from acmoe.ops.statistics.scale_op import (
     SCALE_MEASURES,
@@ -165,14 +163,14 @@ def _scale_triton(
     return options.transformed(*found)
 
 
-_NOT_SEPARABLE = "its kernel scales each cluster by itself; these options compare clusters"
+NOT_SEPARABLE = "its kernel scales each cluster by itself; these options compare clusters"
 
 
 def _scale_not_native(
     x: Tensor, assignment: Tensor, options: ScaleOptions, measure: str, token_mask: Tensor | None
 ) -> str | None:
     if not options.is_separable() or options.mean_over != "all":
-        return _NOT_SEPARABLE
+        return NOT_SEPARABLE
     return native.unsupported(x, assignment, measure, token_mask)
 
 
@@ -180,53 +178,12 @@ def _scale_not_on_cpu(
     x: Tensor, assignment: Tensor, options: ScaleOptions, measure: str, token_mask: Tensor | None
 ) -> str | None:
     if not options.is_separable() or options.mean_over != "all":
-        return _NOT_SEPARABLE
+        return NOT_SEPARABLE
     return _dispersion_not_on_cpu(x, assignment, measure, token_mask)
 
 
 measure_scale.register("native", unsupported=_scale_not_native)(native.measured_scale)
 measure_scale.register("cpu", unsupported=_scale_not_on_cpu)(cpu.measured_scale)
-
-
-@op
-def measure_prefix(
-    x_BLD: Tensor,
-    assignment_BLJ: Tensor,
-    before: PrefixMoments,
-    *,
-    measure: str,
-    token_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, PrefixMoments]:
-    """Compute `prefix_dispersion` for the J clusters of each token, its own cluster first."""
-    return prefix_dispersion(
-        x_BLD,
-        assignment_BLJ[..., 0],
-        assignment_BLJ,
-        before,
-        measure=measure,
-        token_mask=token_mask,
-    )
-
-
-def _prefix_unsupported(x_BLD: Tensor, assignment_BLJ: Tensor) -> str | None:
-    if x_BLD.numel() == 0:
-        return "there are no tokens"
-    if assignment_BLJ.shape[-1] > 1:
-        return "its kernel reads one cluster per token"
-    return triton_unsupported(x_BLD)
-
-
-@measure_prefix.register("triton", unsupported=_prefix_unsupported)
-def _prefix_triton(
-    x_BLD: Tensor,
-    assignment_BLJ: Tensor,
-    before: PrefixMoments,
-    *,
-    measure: str,
-    token_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, PrefixMoments]:
-    own_BL = assignment_BLJ[..., 0]
-    return fused_prefix_dispersion(x_BLD, own_BL, before, measure=measure, token_mask=token_mask)
 
 
 def _written(

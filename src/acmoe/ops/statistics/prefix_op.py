@@ -1,71 +1,115 @@
-"""Causal dispersion by a Triton kernel: `prefix_dispersion` (prefix.py) for J = 1.
+"""Causal statistics as ops: the dispersion of each token's prefix, and the scale computed from it.
 
-B sequences of L tokens, D features, C clusters.
+B sequences of L tokens, D features, C clusters, J clusters per token.
 """
 
-import torch
 from torch import Tensor
 
-from acmoe.ops.checks import check_clusters, check_tokens
+from acmoe.ops.device_support import triton_unsupported
+from acmoe.ops.dispatch import op
 from acmoe.ops.grad_mode import records_gradient
-from acmoe.ops.statistics.dispersion import exclude, finite_tokens
-from acmoe.ops.statistics.dispersion_op import check_kernel_dtype
-from acmoe.ops.statistics.prefix import PrefixMoments, check_prefix_measure, prefix_dispersion
+from acmoe.ops.statistics.op import NOT_SEPARABLE
+from acmoe.ops.statistics.prefix import PREFIX_MEASURES, PrefixMoments, prefix_dispersion
+from acmoe.ops.statistics.prefix_kernels import fused_prefix_dispersion, fused_prefix_scale
+from acmoe.ops.statistics.prefix_scale import Prior, shrunk
+from acmoe.ops.statistics.scale import ScaleOptions, scale_of
 
 
-def fused_prefix_dispersion(
-    x: Tensor,
-    assignment: Tensor,
+@op
+def measure_prefix(
+    x_BLD: Tensor,
+    assignment_BLJ: Tensor,
     before: PrefixMoments,
     *,
-    measure: str = "mad",
+    measure: str,
     token_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, PrefixMoments]:
-    """Return dispersion (B, L, 1, D) and count (B, L, 1) of each token's cluster, and the moments.
+    """Compute `prefix_dispersion` for the J clusters of each token, its own cluster first."""
+    return prefix_dispersion(
+        x_BLD,
+        assignment_BLJ[..., 0],
+        assignment_BLJ,
+        before,
+        measure=measure,
+        token_mask=token_mask,
+    )
 
-    A token that is masked, not finite or in no cluster gets zeros. If a gradient is needed, the
-    plain PyTorch definition computes both forward and backward.
+
+def _prefix_unsupported(x_BLD: Tensor, assignment_BLJ: Tensor) -> str | None:
+    if x_BLD.numel() == 0:
+        return "there are no tokens"
+    if assignment_BLJ.shape[-1] > 1:
+        return "its kernel reads one cluster per token"
+    return triton_unsupported(x_BLD)
+
+
+@measure_prefix.register("triton", unsupported=_prefix_unsupported)
+def _prefix_triton(
+    x_BLD: Tensor,
+    assignment_BLJ: Tensor,
+    before: PrefixMoments,
+    *,
+    measure: str,
+    token_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, PrefixMoments]:
+    own_BL = assignment_BLJ[..., 0]
+    return fused_prefix_dispersion(x_BLD, own_BL, before, measure=measure, token_mask=token_mask)
+
+
+@op
+def measure_prefix_scale(
+    x_BLD: Tensor,
+    assignment_BLJ: Tensor,
+    before: PrefixMoments,
+    prior: Prior,
+    options: ScaleOptions,
+    *,
+    measure: str,
+    token_mask: Tensor | None = None,
+) -> tuple[Tensor, PrefixMoments]:
+    """Return the scale (B, L, J, D) of each token's clusters, shrunk towards a running average.
+
+    The scale of a token that is masked, not finite or in no cluster is any finite number. The other
+    arguments and the moments are those of `measure_prefix`.
     """
-    check_prefix_measure(measure)
-    check_kernel_dtype(x)
-    check_tokens(x, assignment, token_mask)
-    check_clusters(assignment, before.tokens.shape[1])
-    if records_gradient(x, *before):
-        return prefix_dispersion(
-            x, assignment, assignment[..., None], before, measure=measure, token_mask=token_mask
-        )
-    spread_BLD, count_BL, *after = prefix_op(x, assignment, token_mask, *before, measure)
-    return spread_BLD[:, :, None], count_BL[..., None], PrefixMoments(*after)
+    spread_BLJD, count_BLJ, after = measure_prefix(
+        x_BLD, assignment_BLJ, before, measure=measure, token_mask=token_mask
+    )
+    mixed = shrunk(spread_BLJD, count_BLJ, assignment_BLJ, prior, options.min_tokens)
+    return scale_of(*mixed, options), after
 
 
-@torch.library.custom_op("acmoe::prefix_dispersion", mutates_args=())
-def prefix_op(
-    x: Tensor,
-    assignment: Tensor,
-    token_mask: Tensor | None,
-    tokens: Tensor,
-    mean: Tensor,
-    spread: Tensor,
+def _prefix_scale_unsupported(
+    x_BLD: Tensor,
+    assignment_BLJ: Tensor,
+    before: PrefixMoments,
+    prior: Prior,
+    options: ScaleOptions,
     measure: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from acmoe.ops.statistics.triton.prefix import running_dispersion
+) -> str | None:
+    if not options.is_separable() or options.mean_over != "all":
+        return NOT_SEPARABLE
+    if options.floor == 0 and options.eps == 0:
+        return "its kernel divides by zero where floor and eps are zero"
+    if measure not in PREFIX_MEASURES:
+        return f"measure={measure!r} has no kernel"
+    if records_gradient(x_BLD, *before, prior.dispersion):
+        return "its kernel has no gradient"
+    return _prefix_unsupported(x_BLD, assignment_BLJ)
 
-    kept_BL = finite_tokens(x) if token_mask is None else finite_tokens(x) & token_mask
-    _, cluster_BL = exclude(x[..., :0], assignment, tokens.shape[1], kept_BL)
-    return running_dispersion(x, cluster_BL, tokens, mean, spread, measure)
 
-
-@prefix_op.register_fake
-def _(
-    x: Tensor,
-    assignment: Tensor,
-    token_mask: Tensor | None,
-    tokens: Tensor,
-    mean: Tensor,
-    spread: Tensor,
+@measure_prefix_scale.register("triton", unsupported=_prefix_scale_unsupported, by_triton=True)
+def _prefix_scale_triton(
+    x_BLD: Tensor,
+    assignment_BLJ: Tensor,
+    before: PrefixMoments,
+    prior: Prior,
+    options: ScaleOptions,
+    *,
     measure: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    out = x.new_empty(x.shape, dtype=torch.float32)
-    after = (torch.empty_like(moment) for moment in (tokens, mean, spread))
-    tokens_after, mean_after, spread_after = after
-    return out, out.new_empty(x.shape[:2]), tokens_after, mean_after, spread_after
+    token_mask: Tensor | None = None,
+) -> tuple[Tensor, PrefixMoments]:
+    own_BL = assignment_BLJ[..., 0]
+    return fused_prefix_scale(
+        x_BLD, own_BL, before, prior, options, measure=measure, token_mask=token_mask
+    )

@@ -19,10 +19,12 @@ from torch import Tensor
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import UserError, check
 from acmoe.ops.statistics.dispersion import accumulation_dtype
-from acmoe.ops.statistics.op import measure_prefix, measure_scale
+from acmoe.ops.statistics.op import measure_scale
 from acmoe.ops.statistics.over_ranks import dispersion_over_ranks, sum_over_ranks
 from acmoe.ops.statistics.pending import LEAST, record_batch, replaying, snapshot
 from acmoe.ops.statistics.prefix import PrefixMoments
+from acmoe.ops.statistics.prefix_op import measure_prefix_scale
+from acmoe.ops.statistics.prefix_scale import Prior
 from acmoe.ops.statistics.recorded import record_dispersion, record_scale
 from acmoe.ops.statistics.scale import scale_of
 from acmoe.routing.statistics.average import RunningAverage
@@ -221,13 +223,17 @@ class ClusterStatistics(RunningAverage):
         assignment_BLJ: Tensor,
         token_mask_BL: Tensor | None,
         slot: StatisticsSlot | None,
+        order: Tensor | None = None,
     ) -> Tensor:
-        """Return (B, L, J, D): the scale of each token's J clusters, from tokens up to it."""
+        """Return (B, L, J, D): the scale of each token's J clusters, from tokens up to it.
+
+        order: the packed `TokenOrder` of the first clusters, or None.
+        """
         if slot is not None and slot.inference_only:
             check_inference(x_BLD)
         x_BLD = x_BLD.detach() if self.config.detach else x_BLD
         self.warn_if_empty(assignment_BLJ)
-        self._record_dispersion(x_BLD, assignment_BLJ[..., 0], token_mask_BL)
+        self._record_dispersion(x_BLD, assignment_BLJ[..., 0], token_mask_BL, order)
         before = slot.moments if slot is not None else None
         if before is None:
             before = PrefixMoments.empty(
@@ -237,31 +243,18 @@ class ClusterStatistics(RunningAverage):
                 device=x_BLD.device,
                 dtype=accumulation_dtype(x_BLD.dtype),
             )
-        spread_BLJD, count_BLJ, after = measure_prefix(
-            x_BLD,
-            assignment_BLJ,
-            before,
+        scale, after = measure_prefix_scale(
+            *(x_BLD, assignment_BLJ, before, self._prior, self.options),
             measure=self.config.measure,
             token_mask=token_mask_BL,
         )
         if slot is not None:
             slot.store(after)
-        scale = scale_of(*self._shrink(spread_BLJD, count_BLJ, assignment_BLJ), self.options)
         return scale.detach() if self.constant else scale
 
-    def _shrink(
-        self, spread_BLJD: Tensor, count_BLJ: Tensor, assignment_BLJ: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return (n * prefix + k * average) / (n + k), with k = `prior_tokens`, and n + k."""
-        own_BLJ = assignment_BLJ.clamp(min=0)
-        known_BLJ = (self.weight[own_BLJ] >= self.config.min_tokens) & (assignment_BLJ >= 0)
-        prior_BLJ = (self.config.prior_tokens * known_BLJ).to(spread_BLJD.dtype)
-        # A single token has dispersion 0, which carries no information.
-        seen_BLJ = torch.where(count_BLJ >= 2, count_BLJ, 0.0)
-        total_BLJ = seen_BLJ + prior_BLJ
-        prior_BLJD = self.dispersion.to(spread_BLJD.dtype)[own_BLJ]
-        mixed_BLJD = seen_BLJ[..., None] * spread_BLJD + prior_BLJ[..., None] * prior_BLJD
-        return mixed_BLJD / total_BLJ.clamp(min=1)[..., None], total_BLJ
+    @property
+    def _prior(self) -> Prior:
+        return Prior(self.dispersion, self.weight, self.config.prior_tokens)
 
     @property
     def constant(self) -> bool:
