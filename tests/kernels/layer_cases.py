@@ -21,6 +21,7 @@ ROUTERS = {
     "batch, current": acmoe.AdaptiveConfig(statistics="batch", statistics_of="current"),
     "running, current": acmoe.AdaptiveConfig(statistics="running", statistics_of="current"),
     "prefix": acmoe.AdaptiveConfig(statistics="prefix"),
+    "sequence": acmoe.AdaptiveConfig(statistics="sequence"),
     # Swin-MoE: noise, the losses that need it, and a capacity.
     "noisy, full experts": NOISY,
     NOISY_NAME: acmoe.AdaptiveConfig(base=NOISY, statistics="batch"),

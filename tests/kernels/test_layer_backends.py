@@ -14,6 +14,8 @@ from acmoe.ops.sort.order import TokenOrder
 QUICK = (
     "noisy, full experts, unit embeddings, selection bias, running, current",
     "two clusters mixed",
+    "prefix",
+    "sequence",
 )
 SORTED = [name for name in ROUTERS if name.endswith(("previous", "current"))]
 QUICK_SORTED = [("running, current", True)]

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from acmoe.experts.moe import MoE
 from acmoe.experts.soft import SoftMoE
-from acmoe.routing.adaptive import AdaptiveRouter, token_scale
+from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState
 from acmoe.routing.statistics.cache import CarriedMoments
+from acmoe.routing.token_scale import token_scale
 from acmoe.runtime import keeping_rng, rng_states, set_rng_states
 
 RngStates = dict[str, Tensor]  # the CPU generator's and, on a GPU, the device's

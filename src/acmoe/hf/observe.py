@@ -18,7 +18,8 @@ from acmoe.errors import UserError, check
 from acmoe.hf.adaptive import AdaptivePart
 from acmoe.hf.discovery import FoundRouter, RouterStack
 from acmoe.hf.hooks import PLACE
-from acmoe.routing.adaptive import AdaptiveRouter, token_scale
+from acmoe.routing.adaptive import AdaptiveRouter
+from acmoe.routing.token_scale import token_scale
 
 
 @dataclass(frozen=True, kw_only=True)

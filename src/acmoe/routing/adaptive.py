@@ -1,4 +1,4 @@
-"""The adaptive clustering router: the paper in about 130 lines.
+"""The adaptive clustering router: the paper in about a hundred lines.
 
 Tokens that chose the same expert at the previous MoE layer form a cluster. A cluster is tight along
 some features and loose along others; M_k = diag(1/s_1k, ..., 1/s_dk), scaled to mean one, stretches
@@ -34,6 +34,7 @@ from acmoe.routing.router import Router
 from acmoe.routing.state import RoutingState, check_state
 from acmoe.routing.statistics import ClusterStatistics, build_statistics
 from acmoe.routing.statistics.cache import StatisticsSlot
+from acmoe.routing.token_scale import own_rows, token_scale
 
 
 class AdaptiveRouter(RescalingRouter):
@@ -75,6 +76,8 @@ class AdaptiveRouter(RescalingRouter):
         scale = self.cluster_scale(x, state, token_mask, cache)
         if scale.dim() == 2 and self.mix == 1:  # one M per cluster, the same for all its tokens
             return ScaledTokens(x, scale, state.assignment.view(-1), state.order)
+        if self.mix == 1 and not scale.requires_grad:
+            return ScaledTokens(x, *own_rows(scale, state.assignment))
         scaled = bounded(x.to(accumulation_dtype(x.dtype))) * token_scale(scale, state, x)
         return ScaledTokens(x, product=scaled)
 
@@ -94,11 +97,11 @@ class AdaptiveRouter(RescalingRouter):
             return state.scale
         if x.dim() == 2 and self.statistics.mode in ("prefix", "sequence"):  # one sequence
             x, token_mask = x[None], None if token_mask is None else token_mask[None]
+        order = state.order if token_mask is None else None
         if self.statistics.mode == "prefix":
             assignment_BLJ = state.assignment.view(*x.shape[:-1], self.mix)
-            return self.statistics.prefix_scale(x, assignment_BLJ, token_mask, cache)
+            return self.statistics.prefix_scale(x, assignment_BLJ, token_mask, cache, order=order)
         first = state.assignment[:, 0].view(x.shape[:-1])
-        order = state.order if token_mask is None else None
         chosen_C = state.scale[:, 0] if self.config.mean_over == "chosen" else None
         return self.statistics.cluster_scale(
             x, first, token_mask, cache, order=order, chosen_C=chosen_C
@@ -110,30 +113,3 @@ class AdaptiveRouter(RescalingRouter):
         if self.statistics is None:
             return None
         return self.statistics.new_slot(num_sequences, device=device, dtype=dtype)
-
-
-def token_scale(scale: Tensor, state: RoutingState, x: Tensor) -> Tensor:
-    """Return the diagonal of each token's M, shaped as x, from a result of `cluster_scale`."""
-    lead = x.shape[:-1] if x.dim() == 3 else (1, x.shape[0])
-    assignment_BLJ = state.assignment.view(*lead, state.assignment.shape[1])
-    scale_BLJD = scale if scale.dim() == 4 else gather_scale(scale, assignment_BLJ)
-    # A token in no cluster yet (first layer, fresh tokens) keeps M = I.
-    scale_BLJD = scale_BLJD.masked_fill((assignment_BLJ < 0)[..., None], 1.0)
-    return mix_scales(scale_BLJD, state.membership.view(assignment_BLJ.shape)).view(x.shape)
-
-
-def gather_scale(scale: Tensor, assignment_BLJ: Tensor) -> Tensor:
-    """Return (B, L, J, D) scales of each token's clusters, from (C, D) or (B, C, D)."""
-    own_BLJ = assignment_BLJ.clamp(min=0)
-    if scale.dim() == 2:
-        return scale[own_BLJ]
-    B, L, J = own_BLJ.shape
-    index_BN1 = own_BLJ.view(B, L * J, 1).expand(-1, -1, scale.shape[-1])
-    return scale.gather(1, index_BN1).view(B, L, J, scale.shape[-1])
-
-
-def mix_scales(scale_BLJD: Tensor, membership_BLJ: Tensor) -> Tensor:
-    """Return M = sum_j alpha_j M_j: the token's clusters weighted by its affinities (Mix-k)."""
-    if scale_BLJD.shape[2] == 1:
-        return scale_BLJD[:, :, 0]
-    return (scale_BLJD * membership_BLJ[..., None].to(scale_BLJD.dtype)).sum(2)

@@ -201,22 +201,22 @@ class NextState(nn.Module):
     def clusters(self, routing: Routing) -> Tensor | None:
         """Return the (T,) clusters by which kernels want the tokens sorted, or None.
 
-        It is None if statistics and next router do not read one cluster per token over the whole
-        call, if the routing lacks the first choice, if clusters are too small to gain, or if nobody
-        would read the order. It is also None in `torch.export`: clusters would bind the program to
-        many tokens, or to few.
+        It is None if the next router reads several clusters per token, if the routing lacks the
+        first choice, if clusters are too small to gain, or if nobody would read the order. It is
+        also None in `torch.export`: clusters would bind the program to many tokens, or to few.
         """
         if not isinstance(self.next_router, AdaptiveConfig) or routing.first is None:
             return None
         if not order_is_read(routing.first) or torch.compiler.is_exporting():
             return None
-        mode = self.next_router.modes.when(training=self.training)
-        served = self.next_router.mix == 1 and mode in ("batch", "running")
-        if not served or not worth_sorting(*routing.affinity.shape):
+        if self.next_router.mix != 1 or not worth_sorting(*routing.affinity.shape):
             return None
-        # Evaluation with running averages measures nothing: only the next router reads the order.
-        measured = self.training or mode != "running"
-        read = measured or worth_routing_sorted(*routing.affinity.shape)
+        # Every mode measures all tokens of a training call. In evaluation only `batch` does; with
+        # running averages the next router reads the order.
+        mode = self.next_router.modes.when(training=self.training)
+        read = self.training or mode == "batch"
+        if mode == "running":
+            read = read or worth_routing_sorted(*routing.affinity.shape)
         return routing.first if read else None
 
     def new_slot(

@@ -34,12 +34,13 @@ from acmoe.ops.statistics.cluster_mean import cluster_mean
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.ops.statistics.pending import record_batch
 from acmoe.ops.statistics.running import update_average
-from acmoe.routing.adaptive import AdaptiveRouter, gather_scale, mix_scales, token_scale
+from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.build import new_router
 from acmoe.routing.router import Router, flat, flat_mask
 from acmoe.routing.state import RoutingState, check_state
 from acmoe.routing.statistics.cache import StatisticsSlot
 from acmoe.routing.statistics.step import StepStatistics
+from acmoe.routing.token_scale import gather_scale, mix_scales, token_scale
 from acmoe.routing.topk import TopKRouter
 
 

@@ -21,6 +21,7 @@ from acmoe.ops.route.tokens import ScaledTokens
 from acmoe.ops.sort.order import TokenOrder, worth_routing_sorted
 
 _MOST_EXPERTS, _MOST_CHOICES = 512, 16
+_MOST_SCALES = 2**31
 MOST_WEIGHTS = 16  # weights of the balance loss that kernels multiply by
 
 
@@ -36,6 +37,8 @@ def unsupported(tokens: ScaledTokens, embedding: Tensor, top_k: int) -> str | No
         )
     if tokens.scale is not None and tokens.scale.requires_grad and torch.is_grad_enabled():
         return "its kernel has no gradient for the scale"
+    if tokens.scale is not None and tokens.scale.numel() >= _MOST_SCALES:
+        return f"its kernel finds a scale by 32 bits, too few for {tokens.scale.numel()} numbers"
     return triton_unsupported(tokens.rows())
 
 

@@ -10,11 +10,11 @@ from acmoe.config.routing import RandomConfig
 from acmoe.ops.bounded import bounded
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.dispersion import accumulation_dtype
-from acmoe.routing.adaptive import token_scale
 from acmoe.routing.rescaling import RescalingRouter
 from acmoe.routing.router import Router
 from acmoe.routing.state import RoutingState, check_state
 from acmoe.routing.statistics.cache import StatisticsSlot
+from acmoe.routing.token_scale import token_scale
 
 
 class RandomRouter(RescalingRouter):
