@@ -17,6 +17,7 @@ from acmoe.lab.bench.layers.router_trial import (
     with_equal_choices,
 )
 from acmoe.lab.bench.shapes import SHAPES
+from acmoe.routing.state import RoutingState
 
 CPU = torch.device("cpu")
 
@@ -52,6 +53,46 @@ def test_forward_alone_measures_the_modes_that_decode(monkeypatch: pytest.Monkey
     assert RouterBenchConfig(compile=True, forward=True, graph=True).kind == (
         "router-compile-forward-graph"
     )
+
+
+def test_statistics_of_sequences_are_checked_and_measured() -> None:
+    config = RouterBenchConfig(
+        shapes=("tiny",), repeat=2, device="cpu", statistics=("prefix", "sequence"), length=64
+    )
+    rows = {(row["mode"], row["part"]): row for row in bench_router(config).rows}
+    assert set(rows) == {
+        *((mode, BOTH) for mode in ("plain", "prefix", "sequence", "plain routing alone")),
+        *((mode, FORWARD) for mode in ("plain", "prefix")),  # only they decode
+    }
+    assert not [row["refused"] for row in rows.values() if row["refused"]]
+
+
+@pytest.mark.parametrize("mode", ["prefix", "sequence"])
+def test_statistics_of_other_sequences_are_refused(mode: str) -> None:
+    drawn = draw_trial(SHAPES["tiny"], RouterBenchConfig(dtype="fp32", device="cpu"), CPU)
+    right, wrong = drawn.in_sequences(64), drawn.in_sequences(128)
+    moe = router_bench.build_moe(drawn.shape, drawn.weights, router_bench.MODES[mode])
+    check_mode(moe, mode, right)
+
+    def other_sequences(x: torch.Tensor, state: RoutingState) -> tuple[torch.Tensor, RoutingState]:
+        y, state = moe(x.view(wrong.x.shape), state)
+        return y.view(x.shape), state
+
+    with pytest.raises(Exception, match="relative error"):
+        check_mode(other_sequences, mode, right)
+
+
+def test_options_that_measure_nothing_are_refused() -> None:
+    for options, message in [
+        ({"statistics": ("prefx",)}, "statistics='prefx' is unknown; choose one of batch"),
+        ({"length": 0}, "length=0"),
+        ({"statistics": ("batch",), "forward": True}, "not statistics=batch"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            RouterBenchConfig(**options)
+    config = RouterBenchConfig(shapes=("tiny",), repeat=2, statistics=("prefix",), length=60)
+    refused = next(row for row in bench_router(config).rows if row["mode"] == "prefix")["refused"]
+    assert "256 tokens are no sequences of length=60; give a divisor of 256" in refused
 
 
 def test_a_mode_that_is_wrong_in_evaluation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

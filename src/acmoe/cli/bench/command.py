@@ -81,8 +81,13 @@ class Router:
     """Data type of weights and tokens: bf16, fp16 or fp32; auto takes bf16 on a GPU and fp32 on a
     CPU."""
     forward: bool = False
-    """Time the forward pass without gradients alone, of the plain router and of running averages:
-    statistics of a batch depend on later tokens, so that nobody decodes with them."""
+    """Time the forward pass without gradients alone, of the plain router and of the statistics that
+    decode, running and prefix: the others depend on later tokens."""
+    statistics: tuple[str, ...] = ("batch", "running", "current")
+    """Statistics to measure: batch, running, current (those of the batch, measured by the layer
+    itself), prefix or sequence."""
+    length: int = 512
+    """Tokens of a sequence, for prefix and sequence."""
     graph: bool = False
     """Time replays of a CUDA graph, which excludes launch overhead."""
     compile: bool = False
@@ -105,6 +110,8 @@ class Router:
             forward=self.forward,
             graph=self.graph,
             compile=self.compile,
+            statistics=self.statistics,
+            length=self.length,
             repeat=self.repeat,
             device=self.device,
         )

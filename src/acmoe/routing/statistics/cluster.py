@@ -244,7 +244,7 @@ class ClusterStatistics(RunningAverage):
                 dtype=accumulation_dtype(x_BLD.dtype),
             )
         scale, after = measure_prefix_scale(
-            *(x_BLD, assignment_BLJ, before, self._prior, self.options),
+            *(x_BLD, assignment_BLJ, before, self.prior, self.options),
             measure=self.config.measure,
             token_mask=token_mask_BL,
         )
@@ -253,7 +253,8 @@ class ClusterStatistics(RunningAverage):
         return scale.detach() if self.constant else scale
 
     @property
-    def _prior(self) -> Prior:
+    def prior(self) -> Prior:
+        """Return the running averages that prefix statistics are shrunk towards."""
         return Prior(self.dispersion, self.weight, self.config.prior_tokens)
 
     @property

@@ -1,7 +1,7 @@
 """Measure what the adaptive router adds to the plain layer, beside the least it could add.
 
 Results are checked with a drawn scale, and times are measured with a scale by which the adaptive
-router chooses the plain router's experts, except with statistics of the current layer.
+router chooses the plain router's experts, except with statistics of its own tokens.
 
 T tokens, D features, C clusters.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from acmoe.errors import check, typed_line
+from acmoe.errors import check, check_choice, typed_line
 from acmoe.experts.moe import MoE
 from acmoe.lab.bench.harness.added import added
 from acmoe.lab.bench.harness.clock import (
@@ -30,6 +30,7 @@ from acmoe.lab.bench.harness.progress import Say, silent, tell_times
 from acmoe.lab.bench.harness.results import Report, new_report
 from acmoe.lab.bench.implementations.ours import build_moe
 from acmoe.lab.bench.layers.router_trial import (
+    IN_SEQUENCES,
     INFERENCE,
     MODES,
     PLAIN,
@@ -38,6 +39,7 @@ from acmoe.lab.bench.layers.router_trial import (
     as_timed,
     check_mode,
     draw_trial,
+    prior_of,
 )
 from acmoe.lab.bench.shapes import Shape, find_shapes
 from acmoe.routing.statistics.step import fold_statistics
@@ -52,6 +54,19 @@ class RouterBenchConfig(ShapesConfig):
     """Options of `acmoe bench router`."""
 
     compile: bool = False
+    statistics: tuple[str, ...] = ("batch", "running", "current")
+    length: int = 512  # tokens of a sequence; the modes IN_SEQUENCES read it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for one in self.statistics:
+            check_choice(one, tuple(MODES)[1:], "statistics")
+        check(self.length > 0, f"length={self.length}; give a positive number of tokens")
+        check(
+            not self.forward or not set(self.statistics).isdisjoint(INFERENCE),
+            f"forward measures modes that decode, {' and '.join(INFERENCE[1:])}, not "
+            f"statistics={' '.join(self.statistics)}",
+        )
 
     @property
     def kind(self) -> str:
@@ -61,7 +76,8 @@ class RouterBenchConfig(ShapesConfig):
     @property
     def modes(self) -> tuple[str, ...]:
         """Return the statistics modes that are measured, the plain router first."""
-        return INFERENCE if self.forward else tuple(MODES)
+        chosen = (PLAIN, *self.statistics)
+        return tuple(one for one in chosen if one in INFERENCE) if self.forward else chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +148,8 @@ def measure_shape(
 
 def prepare(mode: str, trial: Trial, config: RouterBenchConfig) -> dict[tuple[str, str], Measured]:
     """Build, check and warm up the layer in this mode: to train, and in some modes to infer."""
+    if mode in IN_SEQUENCES:
+        trial = trial.in_sequences(config.length)
     moe = build_moe(trial.shape, trial.weights, MODES[mode])
     layer: AnyLayer = torch.compile(moe, dynamic=False) if config.compile else moe
     check_mode(layer, mode, trial, forward=config.forward)
@@ -143,7 +161,7 @@ def prepare(mode: str, trial: Trial, config: RouterBenchConfig) -> dict[tuple[st
         frozen = build_moe(trial.shape, trial.weights, MODES[mode]).eval()
         frozen.load_state_dict(moe.state_dict())
         layer = torch.compile(frozen, dynamic=False) if config.compile else frozen
-        check_mode(layer, mode, trial, forward=True)
+        check_mode(layer, mode, trial, forward=True, prior=prior_of(frozen))
         ready[mode, FORWARD] = warm_up(partial(forward_pass, layer, timed), config)
     return ready
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
+from acmoe.errors import check
+from acmoe.experts.moe import MoE
 from acmoe.lab.bench.harness.options import ShapesConfig
 from acmoe.lab.bench.implementations.check import TOLERANCE, compare, reference
 from acmoe.lab.bench.implementations.ours import plain_state
@@ -20,24 +22,34 @@ from acmoe.lab.bench.implementations.weights import (
     draw_weights,
 )
 from acmoe.lab.bench.shapes import Shape
+from acmoe.ops.route.tokens import rows_of
 from acmoe.ops.sort import sort_rows
 from acmoe.ops.sort.order import no_order, worth_sorting
+from acmoe.ops.statistics.prefix import PrefixMoments
+from acmoe.ops.statistics.prefix_op import measure_prefix_scale
+from acmoe.ops.statistics.prefix_scale import Prior
 from acmoe.ops.statistics.scale import cluster_scale
 from acmoe.routing.origin import new_origin, origin_codes
 from acmoe.routing.state import RoutingState
+from acmoe.routing.statistics.average import scale_options
+from acmoe.routing.token_scale import own_rows
 
 AnyLayer = Callable[..., tuple[Tensor, RoutingState]]
 
 PLAIN = "plain"
-# Router configs by the name of the row. In training, `running` measures statistics as well, to
-# update its running averages.
+# Router configs by the name of the row. In training, every mode measures the statistics of all
+# tokens, to update its running averages.
 MODES: dict[str, RouterConfig] = {
     PLAIN: SMoEConfig(),
     "batch": AdaptiveConfig(statistics="batch"),
     "running": AdaptiveConfig(statistics="running"),
     "current": AdaptiveConfig(statistics="batch", statistics_of="current"),
+    "prefix": AdaptiveConfig(statistics="prefix"),
+    "sequence": AdaptiveConfig(statistics="sequence"),
 }
-INFERENCE = (PLAIN, "running")  # the others are not causal, so they cannot be used for decoding
+IN_SEQUENCES = ("prefix", "sequence")  # modes that measure each sequence by itself
+# Modes that decode. The others are not causal.
+INFERENCE = (PLAIN, "running", "prefix")
 
 
 class Trial(NamedTuple):
@@ -45,9 +57,23 @@ class Trial(NamedTuple):
 
     shape: Shape
     weights: Weights
-    x: Tensor  # (T, D)
-    cotangent: Tensor  # (T, D)
+    x: Tensor  # (T, D), or (B, L, D) in sequences
+    cotangent: Tensor  # shaped as x
     state: RoutingState
+
+    def in_sequences(self, length: int) -> "Trial":
+        """Return the trial with the tokens in sequences of this length, or in one if they are few.
+
+        Raises a UserError if the tokens do not fill the last sequence.
+        """
+        tokens, dim = self.x.shape
+        length = min(length, tokens)
+        check(
+            tokens % length == 0,
+            f"{tokens} tokens are no sequences of length={length}; give a divisor of {tokens}",
+        )
+        x_BLD = self.x.detach().view(-1, length, dim).requires_grad_(self.x.requires_grad)
+        return self._replace(x=x_BLD, cotangent=self.cotangent.view(x_BLD.shape))
 
 
 def draw_trial(shape: Shape, config: ShapesConfig, device: torch.device) -> Trial:
@@ -98,27 +124,57 @@ def with_equal_choices(trial: Trial) -> Trial:
     return trial._replace(state=trial.state._replace(scale=factor_CD))
 
 
-def check_mode(layer: AnyLayer, mode: str, trial: Trial, *, forward: bool = False) -> None:
+def check_mode(
+    layer: AnyLayer,
+    mode: str,
+    trial: Trial,
+    *,
+    forward: bool = False,
+    prior: Prior | None = None,
+) -> None:
     """Raise WrongResultError unless output and gradient are those of the reference.
 
-    forward: check the output alone, of a call without gradients.
+    forward: check the output alone, of a call without gradients. prior: the running averages that
+    the layer shrinks prefix statistics towards, if it has any yet.
     """
     with torch.set_grad_enabled(not forward):
-        y_TD, _ = layer(trial.x, trial.state)
-    grad_TD = None if forward else torch.autograd.grad(y_TD, trial.x, trial.cotangent)[0]
+        y, _ = layer(trial.x, trial.state)
+    grad = None if forward else torch.autograd.grad(y, trial.x, trial.cotangent)[0].flatten(0, -2)
     wanted = reference(
-        *(trial.x, trial.cotangent, trial.weights, trial.shape),
-        scale_TD=_scale_of(mode, trial),
+        *(trial.x.flatten(0, -2), trial.cotangent.flatten(0, -2), trial.weights, trial.shape),
+        scale_TD=_scale_of(mode, trial, prior),
         forward=forward,
     )
-    compare(y_TD, grad_TD, wanted).require(TOLERANCE[trial.x.dtype])
+    compare(y.flatten(0, -2), grad, wanted).require(TOLERANCE[trial.x.dtype])
 
 
-def _scale_of(mode: str, trial: Trial) -> Tensor | None:
+def prior_of(moe: MoE) -> Prior | None:
+    """Return the running averages of a router with statistics of its own tokens, if it has any."""
+    statistics = getattr(moe.router, "statistics", None)
+    return None if statistics is None else statistics.prior
+
+
+def _scale_of(mode: str, trial: Trial, prior: Prior | None) -> Tensor | None:
     """Return the scale by which the router of this mode multiplies its tokens, (T, D)."""
     if mode == PLAIN:
         return None
-    own_T = trial.state.assignment[:, 0]
+    own_T, C = trial.state.assignment[:, 0], trial.shape.num_experts
+    x = trial.x.detach().double()
     if mode == "current":
-        return cluster_scale(trial.x.detach().double(), own_T, trial.shape.num_experts)[own_T]
+        return cluster_scale(x, own_T, C)[own_T]
+    if mode == "sequence":
+        own_BL = own_T.view(x.shape[:-1])
+        rows = own_rows(cluster_scale(x, own_BL, C), trial.state.assignment)
+        return rows_of(*rows)
+    if mode == "prefix":
+        config = MODES[mode]
+        assert isinstance(config, AdaptiveConfig)
+        D = x.shape[-1]
+        unknown = Prior(x.new_zeros(C, D), x.new_zeros(C), config.prior_tokens)
+        before = PrefixMoments.empty(x.shape[0], C, D, device=x.device, dtype=x.dtype)
+        scale_BLJD, _ = measure_prefix_scale.definition(
+            *(x, own_T.view(*x.shape[:-1], 1), before, prior or unknown, scale_options(config)),
+            measure=config.measure,
+        )
+        return scale_BLJD.flatten(0, -2)
     return trial.state.scale[own_T]
