@@ -14,6 +14,9 @@ int acmoe_route_backward(const float *, const float *, const int64_t *, const fl
                          const float *, const float *, float *, float *, float *);
 int acmoe_statistics(const float *, const int64_t *, int64_t, int64_t, int64_t, int, float *, float *,
                      float *, float *, int64_t, float *, double, double, int64_t);
+int acmoe_prefix_scale(const float *, const int64_t *, const uint8_t *, int64_t, int64_t, int64_t, int64_t,
+                       int, const float *, const float *, const float *, const float *, const float *,
+                       double, double, double, int64_t, float *, float *, float *, float *);
 int acmoe_sort_rows(const int64_t *, int64_t, int64_t, int64_t *, int64_t *, int64_t *, int64_t *);
 int acmoe_rows_times_weights(const float *, const int64_t *, int64_t, const int64_t *, const float *,
                              const float *, int64_t, int64_t, int64_t, int64_t, int, float *);
@@ -44,6 +47,13 @@ static void *room(int64_t bytes) { return memory[used++] = malloc((size_t)bytes)
 static float *floats(int64_t number) {
     float *found = room(number * 4);
     for (int64_t i = 0; i < number; i++) found[i] = (float)draw(-1000, 1000) / 1000.0f;
+    return found;
+}
+
+/* Return random floats between 0 and 1. */
+static float *spreads(int64_t number) {
+    float *found = floats(number);
+    for (int64_t i = 0; i < number; i++) found[i] = fabsf(found[i]);
     return found;
 }
 
@@ -78,6 +88,15 @@ static int call(int round) {
     bad |= acmoe_statistics(x, cluster, T, D, E, round % 3, alone ? NULL : spread,
                             alone ? NULL : number, scaled ? floats(E * D) : NULL,
                             scaled ? sums : NULL, 2, biased ? found : NULL, 1e-3, 0.0, 2);
+    const int64_t B = draw(1, 3), L = draw(0, 20), M = B * E; /* sequences, their tokens, their clusters */
+    int64_t *own = ids(B * L, -1, E - 1);
+    uint8_t *mask = room(B * L);
+    for (int64_t t = 0; t < B * L; t++) mask[t] = (uint8_t)draw(0, 1);
+    float *seen = room(M * 4), *scales = room(B * L * D * 4), *tokens = floats(B * L * D);
+    for (int64_t i = 0; i < M; i++) seen[i] = (float)draw(0, 3);
+    bad |= acmoe_prefix_scale(tokens, own, scaled ? mask : NULL, B, L, D, E, round % 3, seen,
+                              floats(M * D), spreads(M * D), scale, seen, 16.0, 1e-3, 0.0, 2, scales,
+                              room(M * 4), room(M * D * 4), room(M * D * 4));
     int64_t *permutation = room(N * 8), *inverse = room(N * 8), *ends = room(E * 8);
     bad |= acmoe_sort_rows(choice, N, E, permutation, inverse, ends, room(N * 8));
     float *hidden = room(N * H * 4), *rows = room(N * D * 4), *out = room(T * D * 4);
@@ -102,6 +121,11 @@ static int call(int round) {
     bad |= !acmoe_statistics(x, cluster, T, D, E, 0, spread, number, NULL, NULL, 2, NULL, 0, 0, 2);
     bad |= !acmoe_route(x, scale, cluster, weight, NULL, T, D, E, E, K, 1, 1, 1, affinity, choice, gate,
                         first, NULL, NULL, NULL);
+    if (L > 0) {
+        own[0] = E;
+        bad |= !acmoe_prefix_scale(tokens, own, NULL, B, L, D, E, 0, seen, tokens, tokens, scale, seen, 16.0,
+                                   1e-3, 0.0, 2, scales, seen, tokens, tokens);
+    }
     inverse[0] = N;
     bad |= !acmoe_combine(rows, inverse, gate, T, K, D, out);
     bad |= !acmoe_combine_backward(x, rows, inverse, gate, T, K, D, grad_rows, NULL);

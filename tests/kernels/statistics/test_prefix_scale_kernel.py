@@ -4,14 +4,18 @@ Two sequences of 90 tokens: a list is longer than the 64 tokens whose terms are 
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from acmoe.ops.dispatch import use_backend
+from acmoe.ops.native.library import missing
 from acmoe.ops.statistics.prefix import PrefixMoments
 from acmoe.ops.statistics.prefix_kernels import fused_prefix_scale, prefix_scale_op
+from acmoe.ops.statistics.prefix_native import scale_in_c
 from acmoe.ops.statistics.prefix_op import measure_prefix_scale
 from acmoe.ops.statistics.prefix_scale import Prior
 from acmoe.ops.statistics.scale import ScaleOptions
@@ -21,6 +25,7 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 B, L, D, C = 2, 90, 70, 4
+Run = Callable[..., Any]
 OPTIONS = ScaleOptions(
     normalize="cluster", strength=None, floor=1e-3, eps=0.0, clamp=None, min_tokens=2
 )
@@ -32,6 +37,23 @@ def blocks_of_features(monkeypatch: pytest.MonkeyPatch) -> None:
     from acmoe.ops.statistics.triton import prefix
 
     monkeypatch.setattr(prefix, "FEATURES", 64)
+
+
+@pytest.fixture(params=["triton", "native"])
+def scale_by(request: pytest.FixtureRequest, device: str) -> Run:
+    """The kernel, as a function of x, assignment, before, prior and options."""
+    if request.param == "triton":
+        return fused_prefix_scale
+    if device != "cpu" or missing():
+        pytest.skip("the kernel in C serves CPUs with a compiler")
+
+    def in_c(x: Tensor, assignment: Tensor, *rest: Any, **named: Any) -> Any:
+        given = {"measure": "mad"} | named
+        return scale_in_c(
+            x.float().contiguous(), assignment[..., None].contiguous(), *rest, **given
+        )
+
+    return in_c
 
 
 def drawn(generator: torch.Generator, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -68,15 +90,17 @@ def in_float64(
 @mostly_slow("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("measure", ["mad", "variance", "std"])
 def test_the_kernel_is_the_definition(
-    measure: str, dtype: torch.dtype, generator: torch.Generator, device: str
+    measure: str,
+    dtype: torch.dtype,
+    scale_by: Run,
+    generator: torch.Generator,
+    device: str,
 ) -> None:
     x, assignment = drawn(generator, device, dtype), clusters(generator, device)
     mask = (torch.rand(B, L, generator=generator) < 0.9).to(device)
     prior = some_prior(generator, device)
     before = PrefixMoments.empty(B, C, D, device=device)
-    found, after = fused_prefix_scale(
-        x, assignment, before, prior, OPTIONS, measure=measure, token_mask=mask
-    )
+    found, after = scale_by(x, assignment, before, prior, OPTIONS, measure=measure, token_mask=mask)
     wanted, wanted_after = in_float64(
         x, assignment, before, prior, measure=measure, token_mask=mask
     )
@@ -91,67 +115,73 @@ def test_the_kernel_is_the_definition(
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 @pytest.mark.parametrize("options", [{}, {"eps": 1e-6, "floor": 0.0, "min_tokens": 0}])
 def test_sizes_at_the_ends_of_float32(
-    size: float, options: dict[str, float], generator: torch.Generator, device: str
+    size: float,
+    options: dict[str, float],
+    scale_by: Run,
+    generator: torch.Generator,
+    device: str,
 ) -> None:
     x = drawn(generator, device) * size
     assignment = clusters(generator, device)
     prior = Prior(torch.zeros(C, D, device=device), torch.zeros(C, device=device), 16.0)
     before, chosen = PrefixMoments.empty(B, C, D, device=device), OPTIONS._replace(**options)
-    found, _ = fused_prefix_scale(x, assignment, before, prior, chosen)
+    found, _ = scale_by(x, assignment, before, prior, chosen)
     wanted, _ = in_float64(x, assignment, before, prior, chosen, measure="mad")
     counted = assignment >= 0
     assert torch.allclose(found[counted].double(), wanted[counted], rtol=1e-4, atol=1e-5)
 
 
 def test_neither_the_future_nor_other_clusters_change_a_bit(
-    generator: torch.Generator, device: str
+    scale_by: Run, generator: torch.Generator, device: str
 ) -> None:
     x, assignment = drawn(generator, device), clusters(generator, device)
     before, prior = PrefixMoments.empty(B, C, D, device=device), some_prior(generator, device)
-    found, _ = fused_prefix_scale(x, assignment, before, prior, OPTIONS)
+    found, _ = scale_by(x, assignment, before, prior, OPTIONS)
     cut = 70
     later_x, later = x.clone(), assignment.clone()
     later_x[:, cut:], later[:, cut:] = math.nan, 0
-    changed, _ = fused_prefix_scale(later_x, later, before, prior, OPTIONS)
+    changed, _ = scale_by(later_x, later, before, prior, OPTIONS)
     assert torch.equal(found[:, :cut], changed[:, :cut])
     other_x = torch.where((assignment == 0)[..., None], x * 3 + 1, x)
-    changed, _ = fused_prefix_scale(other_x, assignment, before, prior, OPTIONS)
+    changed, _ = scale_by(other_x, assignment, before, prior, OPTIONS)
     assert torch.equal(found[assignment > 0], changed[assignment > 0])
 
 
-def test_a_token_that_is_not_finite_is_left_out(generator: torch.Generator, device: str) -> None:
+def test_a_token_that_is_not_finite_is_left_out(
+    scale_by: Run, generator: torch.Generator, device: str
+) -> None:
     x, assignment = drawn(generator, device), clusters(generator, device)
     before, prior = PrefixMoments.empty(B, C, D, device=device), some_prior(generator, device)
     kept = (torch.rand(B, L, generator=generator) < 0.9).to(device)
-    found, after = fused_prefix_scale(x, assignment, before, prior, OPTIONS, token_mask=kept)
+    found, after = scale_by(x, assignment, before, prior, OPTIONS, token_mask=kept)
     x[~kept] = torch.tensor([math.nan, 1.0] * (D // 2), device=device)
-    again, again_after = fused_prefix_scale(x, assignment, before, prior, OPTIONS)
+    again, again_after = scale_by(x, assignment, before, prior, OPTIONS)
     pairs = zip((found, *after), (again, *again_after), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_decoding_continues_where_the_prompt_stopped(
-    generator: torch.Generator, device: str
+    scale_by: Run, generator: torch.Generator, device: str
 ) -> None:
     x, assignment = drawn(generator, device), clusters(generator, device)
     moments, prior = PrefixMoments.empty(B, C, D, device=device), some_prior(generator, device)
-    all_at_once, _ = fused_prefix_scale(x, assignment, moments, prior, OPTIONS)
+    all_at_once, _ = scale_by(x, assignment, moments, prior, OPTIONS)
     parts = []
     for step in (slice(0, 87), slice(87, 88), slice(88, 88), slice(88, 90)):
         args = (x[:, step], assignment[:, step], moments, prior, OPTIONS)
-        part, moments = fused_prefix_scale(*args)
+        part, moments = scale_by(*args)
         parts.append(part)
     assert torch.allclose(torch.cat(parts, 1), all_at_once, rtol=1e-4, atol=1e-5)
 
 
-def test_the_prior_counts_as_so_many_tokens_by_hand(device: str) -> None:
+def test_the_prior_counts_as_so_many_tokens_by_hand(scale_by: Run, device: str) -> None:
     # Tokens (0, 0) and (2, 6): s = (0.5, 1.5), as the prior of two tokens (2.5, 0.5) counts as much
     # s = (1.5, 1), and M = (1/1.5, 1) over its mean 5/6.
     x = torch.tensor([[[0.0, 0.0], [2.0, 6.0]]], device=device)
     prior = Prior(torch.tensor([[2.5, 0.5]]).to(device), torch.full((1,), 9.0).to(device), 2.0)
     zeros = torch.zeros(1, 2, dtype=torch.int64, device=device)
     before = PrefixMoments.empty(1, 1, 2, device=device)
-    found, _ = fused_prefix_scale(x, zeros, before, prior, OPTIONS)
+    found, _ = scale_by(x, zeros, before, prior, OPTIONS)
     wanted = torch.tensor([0.8, 1.2], device=device)
     assert torch.allclose(found[0, 1, 0], wanted, rtol=1e-6)
 

@@ -20,6 +20,7 @@ ON_CPU = {
     "route": "cpu",  # OLMoE has too many router weights and experts for the C kernels
     "measure_dispersion": NATIVE,
     "measure_scale": NATIVE,
+    "measure_prefix_scale": NATIVE,
     "sort_rows": NATIVE,
     "add_batch": "cpu",
     "expert_mlp": "cpu",

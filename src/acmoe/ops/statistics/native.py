@@ -3,7 +3,7 @@
 The two passes over the tokens of a small layer take less time than the calls of torch and numpy
 that the kernel "cpu" makes.
 
-T tokens, D features, C clusters.
+T tokens, or B sets of T tokens; D features, C clusters.
 """
 
 import torch
@@ -39,8 +39,8 @@ def unsupported(
         return f"measure={measure!r} has no kernel"
     if x.requires_grad and torch.is_grad_enabled():
         return "its kernel has no gradient"
-    if token_mask is not None or x.dim() != 2 or assignment.shape != x.shape[:1]:
-        return "its kernel takes one set of tokens without a mask"
+    if token_mask is not None or x.dim() not in (2, 3) or assignment.shape != x.shape[:-1]:
+        return "its kernel takes sets of tokens without a mask"
     return unsupported_size(x.numel(), MOST, "numbers")
 
 
@@ -55,7 +55,19 @@ def measured_dispersion(
     out: tuple[Tensor, Tensor] | None = None,
     add_to: Pending | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the op `measure_dispersion`; arguments are those of `cpu.measured_dispersion`."""
+    """Compute the op `measure_dispersion`; arguments are those of `cpu.measured_dispersion`.
+
+    x may have several sets of tokens (B, T, D). Each is measured by itself.
+    """
+    if x_TD.dim() == 3:
+        sets = [
+            measured_dispersion(one, cluster, num_clusters, measure=measure)
+            for one, cluster in zip(x_TD, cluster_T, strict=True)
+        ]
+        found = torch.stack([spread for spread, _ in sets]), torch.stack([n for _, n in sets])
+        for buffer, value in zip(out or (), found, strict=False):
+            buffer.copy_(value)
+        return found
     spread_CD, count_C = x_TD.new_empty(num_clusters, x_TD.shape[1]), x_TD.new_empty(num_clusters)
     results = spread_CD.data_ptr(), count_C.data_ptr()
     if not _served(x_TD, cluster_T, num_clusters, measure, add_to, results, _NO_SCALE):
@@ -87,7 +99,18 @@ def measured_scale(
     out: tuple[Tensor, Tensor] | None = None,
     add_to: Pending | None = None,
 ) -> Tensor:
-    """Compute the op `measure_scale`; arguments are those of `cpu.measured_scale`."""
+    """Compute the op `measure_scale`; arguments are those of `cpu.measured_scale`.
+
+    x may have several sets of tokens (B, T, D). Each is measured by itself.
+    """
+    if x_TD.dim() == 3:
+        buffers = [None] * len(x_TD) if out is None else list(zip(*out, strict=True))
+        return torch.stack(
+            [
+                measured_scale(one, cluster, num_clusters, options, measure=measure, out=buffer)
+                for one, cluster, buffer in zip(x_TD, cluster_T, buffers, strict=True)
+            ]
+        )
     scale_CD = x_TD.new_empty(num_clusters, x_TD.shape[1])
     rule = scale_CD.data_ptr(), options.floor, options.eps, options.min_tokens
     results: Pointers = _NO_RESULTS

@@ -8,6 +8,7 @@ from torch import Tensor
 from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.dispatch import op
 from acmoe.ops.grad_mode import records_gradient
+from acmoe.ops.statistics import prefix_native
 from acmoe.ops.statistics.op import NOT_SEPARABLE
 from acmoe.ops.statistics.prefix import PREFIX_MEASURES, PrefixMoments, prefix_dispersion
 from acmoe.ops.statistics.prefix_kernels import fused_prefix_dispersion, fused_prefix_scale
@@ -79,6 +80,15 @@ def measure_prefix_scale(
     return scale_of(*mixed, options), after
 
 
+def _options_unsupported(options: ScaleOptions) -> str | None:
+    """Return the reason why kernels cannot compute a scale with these options, or None."""
+    if not options.is_separable() or options.mean_over != "all":
+        return NOT_SEPARABLE
+    if options.floor == 0 and options.eps == 0:
+        return "its kernel divides by zero where floor and eps are zero"
+    return None
+
+
 def _prefix_scale_unsupported(
     x_BLD: Tensor,
     assignment_BLJ: Tensor,
@@ -87,15 +97,26 @@ def _prefix_scale_unsupported(
     options: ScaleOptions,
     measure: str,
 ) -> str | None:
-    if not options.is_separable() or options.mean_over != "all":
-        return NOT_SEPARABLE
-    if options.floor == 0 and options.eps == 0:
-        return "its kernel divides by zero where floor and eps are zero"
+    if reason := _options_unsupported(options):
+        return reason
     if measure not in PREFIX_MEASURES:
         return f"measure={measure!r} has no kernel"
     if records_gradient(x_BLD, *before, prior.dispersion):
         return "its kernel has no gradient"
     return _prefix_unsupported(x_BLD, assignment_BLJ)
+
+
+def _prefix_scale_not_native(
+    x_BLD: Tensor,
+    assignment_BLJ: Tensor,
+    before: PrefixMoments,
+    prior: Prior,
+    options: ScaleOptions,
+    measure: str,
+    token_mask: Tensor | None,
+) -> str | None:
+    reason = prefix_native.unsupported(x_BLD, assignment_BLJ, before, prior, measure, token_mask)
+    return reason or _options_unsupported(options)
 
 
 @measure_prefix_scale.register("triton", unsupported=_prefix_scale_unsupported, by_triton=True)
@@ -113,3 +134,8 @@ def _prefix_scale_triton(
     return fused_prefix_scale(
         x_BLD, own_BL, before, prior, options, measure=measure, token_mask=token_mask
     )
+
+
+measure_prefix_scale.register("native", unsupported=_prefix_scale_not_native)(
+    prefix_native.scale_in_c
+)

@@ -4,9 +4,8 @@
    that sums stay in registers. Sums over the tokens of a cluster are float32 within a block of them and
    float64 beyond it. */
 
-#include "acmoe.h"
+#include "statistics.h"
 
-enum { MAD, VARIANCE, STD, MEAN };
 enum { BLOCK = 256 }; /* tokens that are added up in float32 */
 enum { VECTORS = 4 }; /* of features that are added up at once */
 
@@ -121,34 +120,6 @@ static void add(const struct clusters *of, const float *spread, float *mean, flo
     }
 }
 
-/* Write the scale (C, D): 1/s over its mean, ones for a cluster that does not inform. */
-static void scale_of(const struct clusters *of, const float *spread, double floor, double eps,
-                     int64_t min_tokens, double *weight, float *scale) {
-    const int64_t D = of->D;
-    for (int64_t c = 0; c < of->C; c++) {
-        const float *s = spread + c * D;
-        double mean = 0.0, total = 0.0;
-        SUM_OVER(mean)
-        for (int64_t d = 0; d < D; d++) mean += s[d];
-        mean /= (double)D;
-        if (number_of(of, c) < min_tokens || (eps == 0.0 && mean <= 0.0)) {
-            for (int64_t d = 0; d < D; d++) scale[c * D + d] = 1.0f;
-            continue;
-        }
-        const double least = mean * floor > 1e-290 ? mean * floor : 1e-290;
-        SUM_OVER(total)
-        for (int64_t d = 0; d < D; d++) {
-            weight[d] = 1.0 / ((s[d] > least ? s[d] : least) + eps);
-            total += weight[d];
-        }
-        const double share = (double)D / total;
-        for (int64_t d = 0; d < D; d++) {
-            const double value = weight[d] * share;
-            scale[c * D + d] = (float)(value < FLT_MIN ? FLT_MIN : value > FLT_MAX ? FLT_MAX : value);
-        }
-    }
-}
-
 /* Measure the clusters of x. spread, number, pending_mean, pending_count and scale may be NULL.
 
    NOT_SERVED: a token has no cluster, or a dispersion is not finite. */
@@ -173,7 +144,8 @@ int acmoe_statistics(const float *x, const int64_t *cluster, int64_t T, int64_t 
     const int finite = dispersion(&of, measure, spread) == 0;
     if (finite) {
         for (int64_t c = 0; number != NULL && c < C; c++) number[c] = (float)number_of(&of, c);
-        if (scale != NULL) scale_of(&of, spread, floor, eps, min_tokens, of.sum, scale);
+        for (int64_t c = 0; scale != NULL && c < C; c++)
+            row_scale(spread + c * D, D, number_of(&of, c) >= min_tokens, floor, eps, of.sum, scale + c * D);
         if (pending_mean != NULL) add(&of, spread, pending_mean, pending_count, least);
     }
     free(work);
