@@ -145,6 +145,19 @@ def prefix_scale_case(draw: Draw) -> Case:
     return Case(args, {"measure": "std"}, (), 1e-4)
 
 
+def mixed_case(draw: Draw) -> Case:
+    args = (draw.normal(5, 20).exp(), draw.ids(-1, 5, 37, 3), draw.normal(37, 3).softmax(-1))
+    return Case(args, {}, (), 1e-6)
+
+
+def theorem_case(draw: Draw) -> Case:
+    """A row of equal numbers, a zero, and lambdas that are small and large."""
+    s = draw.normal(5, 37).exp().double()
+    s[0], s[1, 3] = 2.0, 0.0
+    lam = torch.tensor([0.7, 0.3, 1e-6, 1e6, 2.0], dtype=torch.float64, device=draw.device)
+    return Case((s, lam[:, None]), {}, (), 1e-12)
+
+
 def batch_case(draw: Draw) -> Case:
     mean, new = draw.normal(4, 6).exp(), draw.normal(4, 6).exp()
     new[1, 2] = torch.inf  # such a cluster stays as it is
@@ -239,6 +252,8 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "measure_scale": scale_case,
     "measure_prefix": prefix_case,
     "measure_prefix_scale": prefix_scale_case,
+    "theorem_weights": theorem_case,
+    "mixed_scale": mixed_case,
     "add_batch": batch_case,
     "update_average": average_case,
     "update_average_and_scale": average_and_scale_case,

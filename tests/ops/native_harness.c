@@ -17,6 +17,7 @@ int acmoe_statistics(const float *, const int64_t *, int64_t, int64_t, int64_t, 
 int acmoe_prefix_scale(const float *, const int64_t *, const uint8_t *, int64_t, int64_t, int64_t, int64_t,
                        int, const float *, const float *, const float *, const float *, const float *,
                        double, double, double, int64_t, float *, float *, float *, float *);
+int acmoe_theorem_weights(const double *, const double *, int64_t, int64_t, int, double, double *);
 int acmoe_sort_rows(const int64_t *, int64_t, int64_t, int64_t *, int64_t *, int64_t *, int64_t *);
 int acmoe_rows_times_weights(const float *, const int64_t *, int64_t, const int64_t *, const float *,
                              const float *, int64_t, int64_t, int64_t, int64_t, int, float *);
@@ -97,6 +98,10 @@ static int call(int round) {
     bad |= acmoe_prefix_scale(tokens, own, scaled ? mask : NULL, B, L, D, E, round % 3, seen,
                               floats(M * D), spreads(M * D), scale, seen, 16.0, 1e-3, 0.0, 2, scales,
                               room(M * 4), room(M * D * 4), room(M * D * 4));
+    double *spread_of = room(E * D * 8), *lambda = room(E * 8);
+    for (int64_t i = 0; i < E * D; i++) spread_of[i] = scale[i];
+    for (int64_t e = 0; e < E; e++) lambda[e] = (double)draw(1, 1000) / 100.0;
+    bad |= acmoe_theorem_weights(spread_of, lambda, E, D, 24, 1e140, room(E * D * 8));
     int64_t *permutation = room(N * 8), *inverse = room(N * 8), *ends = room(E * 8);
     bad |= acmoe_sort_rows(choice, N, E, permutation, inverse, ends, room(N * 8));
     float *hidden = room(N * H * 4), *rows = room(N * D * 4), *out = room(T * D * 4);

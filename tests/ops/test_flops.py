@@ -22,7 +22,7 @@ WITHOUT_GEMM = {
     *("softmax_gradient_", "sort_rows", "sort_rows_and_tokens"),
     # Statistics of the clusters: sums over rows.
     *("dispersion", "dispersion_backward", "sorted_dispersion", "sorted_scale", "cluster_scale"),
-    *("prefix_dispersion", "prefix_scale", "fold", "record_batch", "record_count"),
+    *("prefix_dispersion", "prefix_scale", "mixed_scale", "fold", "record_batch", "record_count"),
     *("sum_over_ranks", "dispersion_over_ranks"),
 }
 

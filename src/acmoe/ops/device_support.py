@@ -60,20 +60,20 @@ def has_large_shared_memory() -> bool:
 
 _NOT_ON_CPU = "its kernels need a CUDA device, not cpu"
 
-# The calls that `triton_unsupported` has allowed on GPUs of NVIDIA: device, dtype, `integers`.
+# The calls that `triton_unsupported` has allowed on GPUs of NVIDIA: device, dtype, `any_dtype`.
 _served: set[tuple[torch.device, torch.dtype, bool]] = set()
 
 
-def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False) -> str | None:
+def triton_unsupported(x: Tensor, *, on_cpu: bool = True, any_dtype: bool = False) -> str | None:
     """Return the reason why Triton kernels cannot read x, or None.
 
     on_cpu: False if the interpreter is so slow that it must be requested by name.
-    integers: x holds whole numbers.
+    any_dtype: the kernel takes x in the dtype it has.
     """
     if x.is_cpu and on_cpu and installed("triton") and not interpreting():
         return _NOT_ON_CPU  # the first answer, because calls on a CPU wait for it
     device = x.device
-    kind = device, x.dtype, integers
+    kind = device, x.dtype, any_dtype
     if not is_compiling() and kind in _served and torch.version.hip is None:
         return None
     on_gpu = device.type == "cuda"
@@ -90,7 +90,7 @@ def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False
         return "its kernels have never run on an AMD GPU; ACMOE_BACKEND=triton tries them"
     if nvidia and _capability(device) < (8, 0):
         return "its kernels need compute capability 8.0 or newer"
-    if not integers and x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if not any_dtype and x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"its kernels have no {x.dtype}"
     if nvidia and not is_compiling():
         _served.add(kind)

@@ -76,8 +76,8 @@ class AdaptiveRouter(RescalingRouter):
         scale = self.cluster_scale(x, state, token_mask, cache)
         if scale.dim() == 2 and self.mix == 1:  # one M per cluster, the same for all its tokens
             return ScaledTokens(x, scale, state.assignment.view(-1), state.order)
-        if self.mix == 1 and not scale.requires_grad:
-            return ScaledTokens(x, *own_rows(scale, state.assignment))
+        if not (scale.requires_grad or state.membership.requires_grad):
+            return ScaledTokens(x, *own_rows(scale, state, x))
         scaled = bounded(x.to(accumulation_dtype(x.dtype))) * token_scale(scale, state, x)
         return ScaledTokens(x, product=scaled)
 

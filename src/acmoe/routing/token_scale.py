@@ -6,25 +6,31 @@ T tokens, or B sequences of L tokens; D features, C clusters, J clusters per tok
 import torch
 from torch import Tensor
 
+from acmoe.ops.statistics.mixed_scale import mixed_scale
 from acmoe.routing.state import RoutingState
 
 
-def own_rows(scale: Tensor, assignment_TJ: Tensor) -> tuple[Tensor, Tensor]:
+def own_rows(scale: Tensor, state: RoutingState, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return diagonals of M as rows (X, D), and the row of each token; -1: M = I.
 
-    scale: (B, C, D), a row for each cluster of each sequence, or (B, L, 1, D), one for each token.
+    scale: a result of `cluster_scale`. There is a row for each cluster of each sequence if that is
+    (B, C, D) and tokens read one cluster, and otherwise a row for each token.
     """
-    T, B = assignment_TJ.shape[0], scale.shape[0]
-    if scale.dim() == 3:
+    first_T, (T, J), B = state.assignment[:, 0], state.assignment.shape, scale.shape[0]
+    if scale.dim() == 3 and J == 1:
         sequence_T = torch.arange(B, device=scale.device).repeat_interleave(T // max(B, 1))
-        row_T = sequence_T * scale.shape[1] + assignment_TJ[:, 0]
-    else:
-        row_T = torch.arange(T, device=scale.device)
-    return scale.flatten(0, -2), row_T.masked_fill(assignment_TJ[:, 0] < 0, -1)
+        row_T = sequence_T * scale.shape[1] + first_T
+        return scale.flatten(0, 1), row_T.masked_fill(first_T < 0, -1)
+    row_T = torch.arange(T, device=scale.device)
+    if scale.dim() == 4 and J == 1:
+        return scale.flatten(0, -2), row_T.masked_fill(first_T < 0, -1)
+    return token_scale(scale, state, x).flatten(0, -2), row_T
 
 
 def token_scale(scale: Tensor, state: RoutingState, x: Tensor) -> Tensor:
     """Return the diagonal of each token's M, shaped as x, from a result of `cluster_scale`."""
+    if scale.dim() == 2 and state.assignment.shape[1] > 1:
+        return mixed_scale(scale, state.assignment, state.membership).view(x.shape)
     lead = x.shape[:-1] if x.dim() == 3 else (1, x.shape[0])
     assignment_BLJ = state.assignment.view(*lead, state.assignment.shape[1])
     scale_BLJD = scale if scale.dim() == 4 else gather_scale(scale, assignment_BLJ)

@@ -21,6 +21,7 @@ ON_CPU = {
     "measure_dispersion": NATIVE,
     "measure_scale": NATIVE,
     "measure_prefix_scale": NATIVE,
+    "theorem_weights": NATIVE,
     "sort_rows": NATIVE,
     "add_batch": "cpu",
     "expert_mlp": "cpu",
@@ -41,8 +42,8 @@ def test_every_op_and_runner_is_listed_with_one_kernel_that_runs_and_reasons_for
         kernels = {choice.backend: choice for choice in choices if choice.op == op}
         assert list(kernels) == [kernel.name for kernel in OPS[op].kernels]
         # Tokens are bf16 here, which the statistics' kernel does not take; what it adds is float32,
-        # and what is sorted are integers.
-        runs = ON_CPU[op] if op in ("add_batch", "sort_rows") else "torch"
+        # what is sorted are integers, and weights of Theorem 1 are float64.
+        runs = ON_CPU[op] if op in ("add_batch", "sort_rows", "theorem_weights") else "torch"
         assert [name for name, choice in kernels.items() if choice.runs] == [runs]
         reason = kernels["triton"].unsupported or ""
         assert "CUDA device" in reason

@@ -39,7 +39,9 @@ from acmoe.ops.map_attention import map_attention
 from acmoe.ops.norm import add_norm, add_norm_twice
 from acmoe.ops.route import ScaledTokens, route
 from acmoe.ops.sort import Rows, sort_rows
+from acmoe.ops.statistics.mixed_scale import mixed_scale
 from acmoe.ops.statistics.op import measure_dispersion, measure_scale
+from acmoe.ops.statistics.optimum import theorem_weights
 from acmoe.ops.statistics.pending import add_batch
 from acmoe.ops.statistics.prefix import PrefixMoments
 from acmoe.ops.statistics.prefix_op import measure_prefix, measure_prefix_scale
@@ -167,6 +169,9 @@ def _statistics(x: Tensor, shape: Shape) -> Iterator[Choice]:
     yield from _ask(measure_prefix, *tokens, measure="mad")
     prior = Prior(moments.mean[0], moments.tokens[0], 16.0)
     yield from _ask(measure_prefix_scale, *tokens, prior, options, measure="mad")
+    one = torch.ones(1, 1, dtype=torch.float64, device=x.device)
+    yield from _ask(theorem_weights, one, one)
+    yield from _ask(mixed_scale, moments.mean[0], assignment[None], assignment[None].float())
     average, weight = x.new_empty(1, shape.dim, dtype=torch.float32), x.float().new_empty(1)
     buffers = (average, weight, average, weight)
     yield from _ask(add_batch, *buffers, 2)

@@ -24,6 +24,7 @@ _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "statistics": (_P, _P, _I, _I, _I, ctypes.c_int, _P, _P, _P, _P, _I, _P, _F, _F, _I),
     "prefix_scale": (*[_P] * 3, *[_I] * 4, ctypes.c_int, *[_P] * 5, *[_F] * 3, _I, *[_P] * 4),
+    "theorem_weights": (_P, _P, _I, _I, ctypes.c_int, _F, _P),
     "sort_rows": (_P, _I, _I, _P, _P, _P, _P),
     "route": (*[_P] * 5, *[_I] * 5, ctypes.c_int, _F, _F, *[_P] * 7),
     "route_backward": (*[_P] * 4, *[_I] * 4, ctypes.c_int, _F, _F, *[_P] * 12),
@@ -42,6 +43,7 @@ class Functions:
 
     statistics: Callable[..., int]
     prefix_scale: Callable[..., int]
+    theorem_weights: Callable[..., int]
     sort_rows: Callable[..., int]
     route: Callable[..., int]
     route_backward: Callable[..., int]

@@ -28,7 +28,7 @@ def unsupported(expert_ids: Tensor) -> str | None:
     """Return the reason why the kernels cannot serve this call, or None."""
     if expert_ids.numel() == 0:
         return "there are no tokens"
-    return triton_unsupported(expert_ids, integers=True)
+    return triton_unsupported(expert_ids, any_dtype=True)
 
 
 @sort_rows.register("triton", unsupported=unsupported, by_triton=True)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from acmoe.errors import UserError, check
 from acmoe.ops.checks import has_values
-from acmoe.ops.dispatch import transforming
+from acmoe.ops.device_support import triton_unsupported
+from acmoe.ops.dispatch import eager, op, transforming
+from acmoe.ops.native.library import SERVED, functions, missing
 from acmoe.ops.precision import wide_dtype
 
 # Newton steps, a fixed number, so that the device never waits for the host. Convergence from the
@@ -116,13 +118,59 @@ def solve(s: Tensor, lam: Tensor) -> Tensor:
     return t + u
 
 
+@op
+def theorem_weights(s: Tensor, lam: Tensor) -> Tensor:
+    """Return `optimal_weights` (X, D) of dispersions (X, D) and lambdas (X, 1)."""
+    weights = 1 / solve(s, lam)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _not_float64(s: Tensor) -> str | None:
+    """Return the reason why a kernel cannot compute the weights, or None."""
+    if not eager(s):
+        return "somebody traces or observes the call"
+    if s.dtype != torch.float64:
+        return f"it takes float64, not {s.dtype}"
+    return "there are no numbers" if s.numel() == 0 else None
+
+
+def _not_on_cuda(s: Tensor, lam: Tensor) -> str | None:
+    # Its tensors are float64, which the kernels of tokens do not take.
+    return triton_unsupported(lam, any_dtype=True) or _not_float64(s)
+
+
+def _not_native(s: Tensor, lam: Tensor) -> str | None:
+    if s.device.type != "cpu" or lam.device.type != "cpu":
+        return "it is for CPUs"
+    return _not_float64(s) or missing()
+
+
+@theorem_weights.register("triton", unsupported=_not_on_cuda, by_triton=True)
+def _weights_by_triton(s: Tensor, lam: Tensor) -> Tensor:
+    from acmoe.ops.statistics.triton.optimum import newton_weights
+
+    rows = s.contiguous().view(-1, s.shape[-1])
+    most = _MAX_RATIO[torch.float64]
+    return newton_weights(rows, lam.contiguous().view(-1), _STEPS, most).view(s.shape)
+
+
+@theorem_weights.register("native", unsupported=_not_native)
+def _weights_in_c(s: Tensor, lam: Tensor) -> Tensor:
+    s, lam, weights = s.contiguous(), lam.contiguous(), torch.empty_like(s.contiguous())
+    code = functions().theorem_weights(
+        *(s.data_ptr(), lam.data_ptr(), lam.numel(), s.shape[-1], _STEPS),
+        *(_MAX_RATIO[torch.float64], weights.data_ptr()),
+    )
+    assert code == SERVED
+    return weights
+
+
 class _OptimalWeights(torch.autograd.Function):
     """Weights of Theorem 1, with their gradient by the implicit function theorem."""
 
     @staticmethod
     def forward(s: Tensor, lam: Tensor) -> Tensor:
-        weights = 1 / solve(s, lam)
-        return weights / weights.sum(-1, keepdim=True)
+        return theorem_weights(s, lam)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -164,8 +164,7 @@ def _scale_of(mode: str, trial: Trial, prior: Prior | None) -> Tensor | None:
         return cluster_scale(x, own_T, C)[own_T]
     if mode == "sequence":
         own_BL = own_T.view(x.shape[:-1])
-        rows = own_rows(cluster_scale(x, own_BL, C), trial.state.assignment)
-        return rows_of(*rows)
+        return rows_of(*own_rows(cluster_scale(x, own_BL, C), trial.state, x))
     if mode == "prefix":
         config = MODES[mode]
         assert isinstance(config, AdaptiveConfig)
