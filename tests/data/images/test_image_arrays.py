@@ -63,6 +63,25 @@ def test_classes_may_be_named(tmp_path: Path) -> None:
     assert images.where(0).endswith("train.npz, image 0")
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["dog", "cat"], r"val\.npz: class 0 is 'dog', and 'cat' in the training images"),
+        (["cat"], r"val\.npz: class 1 is None, and 'dog' in the training images"),
+        ("cat", r"val\.npz: classes has shape \(\); give one name for each class"),
+    ],
+)
+def test_splits_that_number_their_classes_otherwise_are_refused(
+    tmp_path: Path, names: Any, message: str
+) -> None:
+    np.savez(tmp_path / "train.npz", classes=["cat", "dog"], **packed(4))
+    np.savez(tmp_path / "val.npz", classes=["cat", "dog"], **packed(2))
+    assert open_array_splits(tmp_path)["valid"].classes == ("cat", "dog")
+    np.savez(tmp_path / "val.npz", classes=names, **packed(2))
+    with pytest.raises(UserError, match=message):
+        open_array_splits(tmp_path)
+
+
 def test_a_label_out_of_range_is_named_with_its_image(tmp_path: Path) -> None:
     np.savez(tmp_path / "train.npz", **packed(4))
     np.savez(tmp_path / "val.npz", **packed(3, label=np.array([0, 5, 7])))

@@ -11,6 +11,7 @@ import io
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def open_arrays(
     """Open the images of one .npz file.
 
     Classes are named by `classes`, else by the file's own array `classes`, else by their numbers.
+    A file with both must name the same classes in the same order: its labels count by its own.
     """
     path = Path(path)
     title = title or path.name.partition(".")[0]
@@ -103,15 +105,35 @@ def open_arrays(
         f"{path}: {key} is {labels.dtype} of shape {labels.shape}; give one integer an image",
     )
     labels = labels.astype(np.int64)
-    if classes is None:
-        named = arrays.get("classes")
-        classes = [str(n) for n in (range(labels.max() + 1) if named is None else named)]
+    classes = _classes_of(path, arrays, classes, labels)
     check_labels(labels, len(classes), str(path))
     if packed:
         _check_packed(path, arrays, len(labels))
         return PackedImages(title, classes, path, arrays, labels)
     _check_pixels(path, arrays["images"], len(labels))
     return ArrayImages(title, classes, path, arrays["images"], labels)
+
+
+def _classes_of(
+    path: Path, arrays: Arrays, classes: Sequence[str] | None, labels: NDArray[Any]
+) -> Sequence[str]:
+    """Return the names of the classes that the labels of a file count; see `open_arrays`."""
+    named = arrays.get("classes")
+    if named is None:
+        return [str(n) for n in range(labels.max() + 1)] if classes is None else classes
+    check(
+        named.ndim == 1,
+        f"{path}: classes has shape {named.shape}; give one name for each class",
+    )
+    own = [str(n) for n in named]
+    pairs = enumerate(zip_longest(own, own if classes is None else classes))
+    for number, (name, trained) in pairs:
+        check(
+            name == trained,
+            f"{path}: class {number} is {name!r}, and {trained!r} in the training images; name the "
+            "same classes in the same order in both files",
+        )
+    return own
 
 
 def _split_file(folder: Path, names: tuple[str, ...]) -> Path | None:
