@@ -1,11 +1,13 @@
 """MoE layers under `torch.export`, and compiled for any number of tokens."""
 
+import io
+
 import pytest
 import torch
 from torch import nn
 from torch.export import Dim, export
 
-from acmoe import MoE
+from acmoe import MoE, RoutingState
 
 
 class Layers(nn.Module):
@@ -46,6 +48,18 @@ def test_an_exported_model_takes_any_number_of_tokens(lead: tuple[str, ...]) -> 
     for tokens in (2, 3 * 128):
         x = torch.randn(*(tokens if axis == 0 else 2 for axis in sizes), 4)
         torch.testing.assert_close(program(x), model(x))
+
+
+def test_a_program_that_returns_its_state_is_saved_and_loaded() -> None:
+    layer, x = filled().layers[0].eval(), torch.randn(5, 4)
+    file = io.BytesIO()
+    torch.export.save(export(layer, (x,)), file)
+    file.seek(0)
+    y, state = torch.export.load(file).module()(x)
+    expected, after = layer(x)
+    assert isinstance(state, RoutingState)
+    for found, wanted in zip((y, *state), (expected, *after), strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.slow

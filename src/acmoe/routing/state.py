@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from acmoe.errors import UserError, check
 from acmoe.ops.route.reference import best_first
@@ -124,6 +125,11 @@ class RoutingState(_StateFields):
             changes["origin"] = changed_origin(self.origin, assignment=assignment, scale=scale)
         values = {**dict(zip(self._fields, self, strict=True)), **changes}
         return RoutingState(**values)
+
+
+# `torch.export.save` writes the types of a program's inputs and outputs by these names.
+for _type in (Routing, RoutingState):
+    pytree._register_namedtuple(_type, serialized_type_name=f"acmoe.{_type.__name__}")
 
 
 def no_cluster(
