@@ -89,7 +89,7 @@ class Op(Generic[P, R]):
         line = f"{self.name} runs on {DEFINITION}"
         plain = Kernel(DEFINITION, definition, _always, (), True, (), line)
         self.kernels: tuple[Kernel, ...] = (plain,)
-        self.on_cpu: tuple[Kernel, ...] = (plain,)  # those that may serve without Triton
+        self.on_cpu: tuple[Kernel, ...] = (plain,)  # kernels that may serve without Triton
 
     def register(
         self,
@@ -101,8 +101,9 @@ class Op(Generic[P, R]):
     ) -> Callable[[Callable[..., R]], Callable[..., R]]:
         """Register a kernel, to be tried after those registered before and before the definition.
 
-        `unsupported` names the op's arguments that it needs as its parameters. by_triton: it
-        refuses tensors on a CPU, unless Triton's interpreter runs. Calls on a CPU do not ask it.
+        The parameters of `unsupported` are the arguments of the op that it reads, by their names.
+        by_triton: the kernel refuses tensors on a CPU unless Triton's interpreter runs, so calls
+        on a CPU skip it.
         """
         assert name in BACKENDS, name
         reads = tuple(inspect.signature(unsupported).parameters)
@@ -147,10 +148,10 @@ class Op(Generic[P, R]):
         raise AssertionError(f"the definition of {self.name} serves every call")
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel:
-        """Return the first kernel without a reason, where none is requested by name, and log it.
+        """Log and return the first kernel that supports the call; none is requested by name.
 
-        Eager calls spend a good part of the host's time here: a comprehension would be one more
-        call of Python.
+        Eager calls spend a good part of the host's time here, so the loop below is written out: a
+        comprehension would be one more call of Python.
         """
         given, kernels = len(args), self.kernels
         if given and INTERPRET not in STORED and getattr(args[0], "is_cpu", False):
@@ -250,13 +251,18 @@ def log_once(line: str, level: int = logging.INFO) -> None:
         _log.log(level, line)
 
 
-# torch.compile then logs while it traces and leaves the call out of the graph, which it could not
-# trace. torch.compiler.assume_constant_result sets the same mark, but imports Dynamo.
+# With this mark torch.compile runs `log_once` while it traces, and leaves the call, which it could
+# not trace, out of the graph. torch.compiler.assume_constant_result sets the same mark, but imports
+# Dynamo.
 log_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_ordinary() -> bool:
-    """Return True if the first kernel that supports a call serves it, and nobody asks why."""
+    """Return True if the first kernel that supports a call serves it.
+
+    That is not so if a kernel is requested by name, if choices are recorded with their reasons, and
+    if a compiler or transform runs.
+    """
     return not (
         is_dynamo_compiling()
         or _records
@@ -289,11 +295,11 @@ def eager(*tensors: Tensor | None) -> bool:
     profilers, which show its name. It costs 40 to 80 us of the host. The caller must make sure that
     no gradient is recorded.
 
-    Of compilers it asks for Dynamo alone, which takes one call of Python instead of two: all others
-    trace tensors of other types, under dispatch modes.
+    The function checks for Dynamo alone among compilers, which saves a call of Python: all others
+    trace subclasses of tensors or use dispatch modes, which it checks anyway.
 
-    On a CPU profilers see the operators of PyTorch, and those in C by `record_function`: there the
-    kernels that run are those that run without a profiler.
+    A profiler changes nothing on a CPU. There it sees the operators of PyTorch, and the functions
+    in C by `record_function`.
     """
     return (
         not is_dynamo_compiling()

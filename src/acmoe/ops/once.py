@@ -35,8 +35,8 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Make a second derivative through `backward`, of an `autograd.Function`, raise.
 
     `torch.autograd.function.once_differentiable` raises only if the incoming gradient requires a
-    gradient itself. That of a loss is the constant 1: a gradient penalty would lose this function's
-    second derivative without a word.
+    gradient itself. The gradient of a loss is the constant 1, so a gradient penalty would silently
+    lose this function's second derivative.
 
     In a batched backward, a kernel finds a tensor without memory; the error then says what to do.
     """

@@ -41,7 +41,7 @@ def check_reentrant(aux_loss: Tensor) -> None:
     while frame is not None and frame.f_code not in (_REPEATS, _RUNS):
         frame = frame.f_back
     # A backward that runs inside the checkpoint's own has come to a checkpoint of another kind,
-    # which repeats this forward for saved tensors and throws its loss away.
+    # which repeats this forward for saved tensors and discards its loss.
     if frame is None or frame.f_code is _RUNS:
         return
     gradients = frame.f_locals.get("args", ())

@@ -107,7 +107,7 @@ def joined_window_attention(
 
 
 def _is_dense(t: Tensor) -> bool:
-    """Return whether the memory is dense and the last dimension contiguous."""
+    """Return True if the memory is dense and the last dimension contiguous."""
     extent = 1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
     return t.stride(-1) == 1 and 0 not in t.stride() and extent == t.numel()
 

@@ -17,13 +17,15 @@ from collections.abc import Callable, Sequence
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
-NUM_FIRST = 6  # grid (3), stream, function, metadata; then come three hooks, and the kernel's
+# Arguments of a launcher before its three hooks: grid (3), stream, function, metadata. The kernel's
+# arguments follow the hooks.
+NUM_FIRST = 6
 
 
 class Mark:
-    """Stands for an argument in a trial: the first NUM_FIRST places, then those of the kernel.
+    """A placeholder for an argument in a trial: the NUM_FIRST first ones, then the kernel's.
 
-    It is no number, so that a launcher that computes with it raises.
+    A mark is no number, so a launcher that computes with one raises an error.
     """
 
     __slots__ = ("place",)
@@ -33,7 +35,7 @@ class Mark:
 
 
 class Encoding(NamedTuple):
-    """Stands for the arguments encode(descriptor, metadata), of the descriptor at a place."""
+    """A placeholder for what encode(descriptor, metadata) returns for the descriptor at `place`."""
 
     place: int
     encode: Callable[[Any, Any], Sequence[Any]]

@@ -62,13 +62,13 @@ class Computation(NamedTuple):
 
 
 class Recorder(threading.local):
-    """Records what this thread launches while `steps` is a list; None: nobody records."""
+    """Records the launches of this thread while `steps` is a list; None: no recording."""
 
     steps: list[Launch | Computation | None] | None = None  # None: a step that cannot be repeated
     # The `Memory` that says what to keep of an argument. Tensors are not kept, so that their memory
     # is freed as usual.
     memory: Any = None
-    computing = False  # torch computes something that is recorded as one step
+    computing = False  # True inside `compute`, whose operators are recorded as one step
 
     def add(self, compiled: Compiled | None, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
         """Record a launch; compiled: None if it cannot be repeated."""
@@ -86,7 +86,7 @@ recorder = Recorder()
 
 
 def compute(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Return function(*tensors), new memory that torch computes; a tape repeats it as one step."""
+    """Return function(*tensors), a tensor in new memory. A tape repeats the call as one step."""
     if recorder.steps is None:
         return function(*tensors)
     args = tuple(map(recorder.memory.operand, tensors))
@@ -159,7 +159,10 @@ def _kind(value: Any) -> Any:
 def _compiled(
     kernel: Any, compiled: Any, num_args: int, options: dict[str, Any]
 ) -> Compiled | None:
-    """Return what a direct launch needs of the result of `kernel[grid](...)`; None: do not."""
+    """Return what a direct launch needs, from the result of `kernel[grid](...)`.
+
+    None: the kernel must be launched through Triton.
+    """
     names = kernel.arg_names[num_args:]
     if compiled is None or not _known_triton() or any(name not in options for name in names):
         return None
@@ -170,7 +173,10 @@ def _compiled(
 
 @contextlib.contextmanager
 def count_launches() -> Iterator[list[object] | None]:
-    """Collect an entry for each launch of this thread through Triton; None: it cannot be told."""
+    """Yield a list that gets an entry for each launch of this thread through Triton.
+
+    It yields None under a version of Triton that does not report launches.
+    """
     chain = triton.knobs.runtime.launch_enter_hook
     if not hasattr(chain, "add"):  # an older version of Triton
         yield None
@@ -190,7 +196,7 @@ def count_launches() -> Iterator[list[object] | None]:
 
 
 def plain_launches() -> bool:
-    """Return True if launches may go past Triton's front end: nobody watches them there."""
+    """Return True if launches may bypass Triton's front end: it has no hooks and no debug mode."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     watched = getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or runtime.debug

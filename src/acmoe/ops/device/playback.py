@@ -1,7 +1,7 @@
-"""Write the steps of a tape (recording.py) as a Python function of straight lines.
+"""Write the steps of a tape (recording.py) as a Python function without loops.
 
-A loop over steps and arguments takes twice the time of the host. The function of a call with one
-launch, a tensor in the buffer and one result:
+A loop over steps and arguments would take the host twice as long. This is the function of a call
+with one launch, a tensor in the buffer and one result:
 
     def play(given, addresses, stream):
         a0, a1, = addresses

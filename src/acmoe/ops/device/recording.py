@@ -84,16 +84,16 @@ class Descriptor:
 
 
 class Step(NamedTuple):
-    """A launch or, if `run` is None, a computation of torch, by numbers of slots."""
+    """A launch, or a computation of torch if `run` is None. Slots stand for memory."""
 
-    made: tuple[tuple[int, Layout], ...]  # slots to allocate before it
+    made: tuple[tuple[int, Layout], ...]  # slots to allocate before the step
     run: Any  # the launcher of the compiled kernel
     # A launch has grid, function and metadata; a computation function, its tensors, its result.
     head: tuple[Any, ...]
     values: list[Any]  # all arguments; the next two fields say which are replaced
     pointers: tuple[tuple[int, int, int], ...]  # place among the arguments, slot, offset
     described: tuple[tuple[int, int, int, Descriptor], ...]
-    freed: tuple[int, ...]  # slots to free after it
+    freed: tuple[int, ...]  # slots to free after the step
 
 
 class Steps(NamedTuple):
@@ -106,7 +106,7 @@ class Steps(NamedTuple):
 
 
 class Watch(TorchDispatchMode):
-    """Notes if anything but allocations, views and steps of the tape is computed."""
+    """Sets `only_memory` to False if any operator but allocations, views and `compute` runs."""
 
     allowed: ClassVar[set[str]] = {
         *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "view"),
@@ -139,7 +139,7 @@ def _fills(tensor: Tensor) -> bool:
 
 
 class Memory:
-    """Says of each address in which tensor of the call, or in which other memory it lies."""
+    """Maps an address to its slot: a tensor of the call, or other memory."""
 
     def __init__(self, tensors: tuple[Tensor | None, ...]) -> None:
         self.num_given = len(tensors)
@@ -229,7 +229,10 @@ def _pointers(step: Launch | Computation) -> list[Pointer]:
 
 
 class _Plan:
-    """Decides where memory lies that is not given, and from which step to which."""
+    """The place and the lifetime of all memory that is no tensor of the call.
+
+    A slot has a place in the buffer, or memory of its own between its first and its last step.
+    """
 
     def __init__(
         self,

@@ -37,8 +37,8 @@ from acmoe.ops.sort.reference import Rows
 class _Eager(torch.autograd.Function):
     """The experts outside `torch.compile`.
 
-    `rest` are the operands and options without gradient, and whether launches are repeated:
-    autograd takes a microsecond or two of the host for each argument that it sees.
+    `rest` holds the operands and options without gradient, and a flag that is True if launches are
+    repeated. It is one argument, because autograd takes a microsecond or two of the host for each.
     """
 
     @staticmethod
@@ -102,9 +102,9 @@ def _expert_mlp(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs (T, D), and h (N, W) for backward if `keep`, else h without rows.
 
-    up and down are in the dtype of x. given_up and given_down are the parameters they were cast
-    from; their values are not read, but autograd sends the weight gradients to them, in the dtype
-    of given_up.
+    up and down are in the dtype of x: casts of the parameters given_up and given_down. The values
+    of the parameters are not read, but autograd sends them the weight gradients, in the dtype of
+    given_up.
     """
     operands = Operands(
         *(x, up, down, up_bias, down_bias, gate, permutation, inverse, offsets, expert, seed)
@@ -170,7 +170,7 @@ def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     options = GradientOptions(ctx.act, ctx.dropout, ctx.dtype, *ctx.needs_input_grad[-2:])
     found = _expert_mlp_backward(grad.contiguous(), *tensors, h, *options)
     dx, d_up, d_down, *biases, d_gate = _wanted(found, Operands(*tensors), options)
-    # up and down are casts without a gradient; given_up and given_down, the last, have theirs.
+    # up and down are casts without a gradient; given_up and given_down, the last inputs, have one.
     unread = (None,) * 8  # the gradients of permutation to keep
     return dx, None, None, *biases, d_gate, *unread, d_up, d_down
 
@@ -181,8 +181,8 @@ _expert_mlp.register_autograd(_backward, setup_context=_save)
 def _cast(dtype: torch.dtype, up: Tensor, down: Tensor, seen: bool) -> tuple[Tensor, Tensor]:
     """Return the weights as the GEMMs read them, without a gradient.
 
-    Calls of `_Eager` take weights of the right dtype as they are. seen: `_expert_mlp` is called, of
-    which only `given_up` and `given_down` have a gradient.
+    seen: the caller calls `_expert_mlp`, which gives a gradient to `given_up` and `given_down`
+    only. `_Eager` takes weights of the right dtype as they are.
     """
     if up.dtype == down.dtype == dtype and not seen:
         return up, down

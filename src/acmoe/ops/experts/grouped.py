@@ -83,7 +83,7 @@ def like_weight(
     """Return the (E, O, I) gradient of a weight, laid out in memory as the weight is."""
     if weight_EOI.stride(-1) == 1:
         return outer(grad_NO, x_NI, offsets_E)
-    return outer(x_NI, grad_NO, offsets_E).mT  # of a transposed view
+    return outer(x_NI, grad_NO, offsets_E).mT  # the weight is a transposed view
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

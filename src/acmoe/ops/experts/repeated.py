@@ -27,7 +27,7 @@ class GradientOptions(NamedTuple):
 
     act: str
     dropout: float
-    dtype: torch.dtype  # of the gradients of up and down
+    dtype: torch.dtype  # dtype of the gradients of up and down
     needs_up: bool  # False: the gradient of up is empty
     needs_down: bool
 
@@ -56,7 +56,7 @@ def launch_gradients(
 def repeated(operands: Operands, act: str, dropout: float, keep: bool) -> tuple[Tensor, ...]:
     """Return the results of `launch_forward`; without `keep` h may be left out.
 
-    No gradient may be recorded, and nobody may watch the launches (`dispatch.eager`).
+    No gradient may be recorded, and nothing may observe the launches (`dispatch.eager`).
     """
     chosen = _choices(operands)
     if chosen is None:
@@ -95,7 +95,7 @@ _last_table: tuple[Any, object] = (None, None)  # a table of tuned kernels, and 
 def _table_key() -> object:
     """Return an object that stands for the user's table of tuned kernels, which has no hash.
 
-    It is the same as long as the table is, so that Python compares it by identity.
+    The same table has the same object, so that Python compares the two by identity.
     """
     global _last_table
     table = tables.user_table()

@@ -89,7 +89,10 @@ def folder() -> Path:
 
 
 def _kept(name: str) -> list[Path]:
-    """Return the libraries of this identity: one at most, unless compilers differ in silence."""
+    """Return the libraries of this identity in the cache.
+
+    There are several only if compilers of the same version text write different bytes.
+    """
     try:
         return sorted(folder().glob(f"{name}-*.so"))
     except OSError as error:
@@ -120,7 +123,7 @@ def identity(compiler: list[str]) -> str:
 
 @functools.cache
 def _instructions() -> str:
-    """Return what tells CPUs of other instructions apart."""
+    """Return a text that differs between CPUs with different instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -177,7 +180,7 @@ def _keep(draft: Path, name: str) -> Path:
 
 
 def _loaded(kept: Path, draft: Path) -> ctypes.CDLL:
-    """Load the library where it is kept, or the draft if that folder may hold no programs."""
+    """Load the kept library, or the draft if the folder's file system forbids programs."""
     try:
         return ctypes.CDLL(str(kept))
     except OSError as error:

@@ -16,7 +16,7 @@ from acmoe.errors import UserError
 from acmoe.ops.dispatch import eager, log_once
 from acmoe.ops.native.build import BuildError, build
 
-SERVED = 0  # what a function returns if it has served the call
+SERVED = 0  # return value of a function that has served the call
 
 _profiling = torch._C._autograd._profiler_enabled
 
@@ -108,10 +108,10 @@ def functions() -> Functions:
 def unsupported(*tensors: Tensor | None) -> str | None:
     """Return the reason why C functions cannot read these float32 tensors, or None.
 
-    It must be asked before any size is: a traced branch would bind the graph to one.
+    Call it before you read any size: a branch on a size would bind a traced graph to that size.
     """
     if not eager(*tensors):
-        return "somebody traces or observes the call"
+        return "the call is traced or observed"
     for one in tensors:
         if one is None:
             continue

@@ -38,7 +38,8 @@ def unsupported(
     x, scale_CD = tokens.x, tokens.scale
     if x.device.type != "cpu":
         return "it is for CPUs"
-    # Asked before any size: a traced branch would bind the graph to few tokens, or to many.
+    # This check comes before any size is read: a branch on a size would bind a traced graph to few
+    # tokens, or to many.
     if not eager(x, embedding, bias, scale_CD, tokens.assignment):
         return "it is traced"
     num_tokens = x.numel() // embedding.shape[1]
@@ -87,7 +88,7 @@ def route_few_tokens(
         gate_TK = best_TK.softmax(-1)
     else:
         gate_TK = clean_TE.softmax(-1).gather(1, expert_ids_TK)
-    # A copy, as in the definition. Of numpy, which takes a third of the time of torch's.
+    # A copy, as in the definition; numpy copies in a third of torch's time.
     first_T = torch.from_numpy(expert_ids_TK.numpy()[:, 0].copy())
     if temperature is None:
         return Route(expert_ids_TK, gate_TK, clean_TE, clean_TE, first_T, tokens.x)
@@ -97,7 +98,7 @@ def route_few_tokens(
 
 
 def _rows(tokens: ScaledTokens) -> Tensor:
-    """Return (T, D): `tokens.dense()`. Nothing traces it, so that the host reads it at once."""
+    """Return (T, D): `tokens.dense()`. The call is not traced, so the host may read values."""
     x = tokens.x
     if tokens.scale is not None or not sums_are_bounded(x):
         x = tokens.dense()

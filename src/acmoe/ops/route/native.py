@@ -1,8 +1,8 @@
 """The router in C for small calls on a CPU: affinities, choice, gates and balance loss in one pass.
 
 A rescaled token x * scale[cluster] stays in the core's cache, so that an adaptive router costs
-little more than a plain one. The backward is one pass, too, and plain PyTorch for those who trace,
-batch or differentiate it.
+little more than a plain one. The backward is one pass, too. Where it is traced, batched or
+differentiated, plain PyTorch computes it instead.
 
 T tokens, D features, E experts, C clusters, K experts per token.
 """
@@ -57,7 +57,7 @@ def unsupported(
     x, scale_CD, cluster_T = tokens.x, tokens.scale, tokens.assignment
     reason = not_native(x, embedding, bias, scale_CD)
     if tokens.product is not None and reason is None:
-        # x was asked, too: the base router alone must get the same kernel as the adaptive one.
+        # x is checked as well: the base router alone must get the same kernel as the adaptive one.
         x, reason = tokens.product, not_native(tokens.product)
     if reason is not None:
         return reason
@@ -154,12 +154,12 @@ def _forward(
 
 
 class _Router(torch.autograd.Function):
-    """Give the results of the C function a gradient: gates, affinities, gate sum, balance loss.
+    """Give the results of the C function a gradient: gates, affinities, gate sum, balance loss, x.
 
-    The gate sum is None where the balance loss is computed, and the balance loss otherwise. It also
-    returns x: layers after the router read this x, so that the backward adds their gradient in its
-    own pass. It is None if x has no gradient, or if no embedding is trained: then nothing here
-    reads x in the backward, and others may change x in place.
+    Either the gate sum or the balance loss is None, whichever the call does not compute. Layers
+    after the router read the returned x, so that the backward adds their gradient in its own pass.
+    The returned x is None if x has no gradient. It is also None if no embedding is trained: the
+    backward then does not read x, which may therefore change in place.
     """
 
     @staticmethod
@@ -182,14 +182,16 @@ class _Router(torch.autograd.Function):
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         saved = Saved(*as_saved(ctx.saved_tensors))
         plain = eager(*saved, *grads) and not torch.is_grad_enabled()
-        # One of many gradients (`is_grads_batched`) has no memory.
+        # C cannot read a gradient of a batch (`is_grads_batched`): it has no memory of its own.
         run = _backward if plain and not any(map(_batched, grads)) else _in_torch
         return *run(saved, ctx.shape, ctx.settings, ctx.needs_input_grad, grads), *[None] * 3
 
 
 class Saved(NamedTuple):
-    """What the backward reads; x is None without a trained embedding, and the embedding without
-    a gradient of x."""
+    """The tensors that the backward reads.
+
+    x is None if no embedding is trained, and the embedding is None if x has no gradient.
+    """
 
     x: Tensor | None
     embedding: Tensor | None
@@ -239,7 +241,7 @@ def _in_torch(
     needed: tuple[bool, ...],
     grads: tuple[Tensor | None, ...],
 ) -> Gradients:
-    """Compute `_backward` in PyTorch, for those who trace, batch or differentiate it."""
+    """Compute `_backward` in PyTorch, where it is traced, batched or differentiated."""
     of_x = grads[4]
     change_TE = _affinity_gradient(saved, settings, grads)
     x, embedding, scale_TD = saved.x, saved.embedding, None
@@ -281,10 +283,10 @@ def _affinity_gradient(
 
 
 def _through_softmax(gate: Tensor, of_gate: Tensor) -> Tensor:
-    """Return the gradient of what softmax(-1) made `gate` of."""
+    """Return the gradient of the values whose softmax over the last dimension is `gate`."""
     return gate * (of_gate - (gate * of_gate).sum(-1, keepdim=True))
 
 
 def _batched(grad: Tensor | None) -> bool:
-    """Return True for one of many gradients (`is_grads_batched`, vmap), which has no memory."""
+    """Return True for a gradient of a batch (`is_grads_batched`, vmap): it has no memory."""
     return grad is not None and bool(torch._C._functorch.is_legacy_batchedtensor(grad))

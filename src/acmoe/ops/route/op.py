@@ -82,14 +82,14 @@ def fused_route(
         weight=factor,
     )
     if temperature is None and balance_weight != 0:
-        balance = None  # the kernel wrote a zero, which is the loss if its weight is 0
+        balance = None  # the kernel wrote a zero, which is the loss only if its weight is 0
     clean = affinity if noise is None else affinity - noise  # exact up to rounding
     if balance is not None and weight is not None and factor != weight:
         balance = weight * balance  # the kernel has multiplied by a factor of 1
     if temperature is None or balance is not None:
         sums = load = None
     elif noise is not None:
-        sums = gate_sum(clean, temperature, token_mask)  # those of the kernel include the noise
+        sums = gate_sum(clean, temperature, token_mask)  # the kernel's sums include the noise
     x = _unscaled(tokens, x)
     return Route(expert_ids, gate, affinity, clean, first, x, sums, load, balance)
 
@@ -125,14 +125,14 @@ def _totals(temperature: float | None, balance_suffices: bool) -> str:
     return "balance" if balance_suffices else "sums"
 
 
-_weights: set[float] = set()  # those that kernels multiply the balance loss by
+_weights: set[float] = set()  # weights by which kernels have multiplied the balance loss
 
 
 def _repeated_weight(weight: float) -> float:
-    """Return the weight as a kernel takes it, or 1 if torch is to multiply.
+    """Return the weight by which the kernel multiplies; 1: the caller must multiply.
 
-    A recorded call is repeated with the same weight alone. A weight that changes in every step
-    would be recorded in every step, which takes a thousand times as long.
+    The weight belongs to the kind of a recorded call. A weight that changes in every step would
+    record a call in every step, which takes a thousand times as long as a repetition.
     """
     if weight not in _weights:
         if len(_weights) >= MOST_WEIGHTS:

@@ -130,7 +130,8 @@ def best_first(value_TE: Tensor, top_k: int) -> Tensor:
         return order_TE[..., :top_k].contiguous()
     if top_k == 1:
         return value_TE.max(dim=-1, keepdim=True).indices  # the first of equal values
-    # A copy, in which -inf marks columns already taken: it counts as the lowest number itself.
+    # A copy, in which -inf marks columns already taken. The clamp makes other -inf the lowest
+    # finite number.
     value_TE = value_TE.clamp(min=torch.finfo(value_TE.dtype).min)
     columns = [value_TE.max(dim=-1, keepdim=True).indices]
     for _ in range(top_k - 1):

@@ -58,8 +58,8 @@ class ScaledTokens(NamedTuple):
 def rows_of(scale_CD: Tensor, assignment_T: Tensor) -> Tensor:
     """Return (T, D): the scale of each token's cluster; ones for a token in no cluster, -1."""
     if host_may_read(assignment_T) and assignment_T.numpy()[0] >= 0:
-        # torch checks all ids while it gathers. A first layer has no clusters: its -1 are not left
-        # to torch, because an error takes longer to raise than it takes to look at the first.
+        # torch checks all ids while it gathers, and raises for -1. In a first layer all ids are -1:
+        # looking at the first id is faster than an error.
         with contextlib.suppress(IndexError):
             return scale_CD.index_select(0, assignment_T)
     check_clusters(assignment_T, scale_CD.shape[0])

@@ -88,12 +88,12 @@ def _sort_rows_cpu(
     cluster: Tensor | None = None,
     token_mask: Tensor | None = None,
 ) -> Rows:
-    """Sort by numpy: it sorts 16-bit integers by radix, and its calls take less than torch's."""
+    """Sort by numpy, which sorts 16-bit integers by radix and has faster calls than torch."""
     ids_N = expert_ids.numpy().reshape(-1)
-    few = len(ids_N) <= _FEW_ROWS  # a copy takes longer than to sort them
+    few = len(ids_N) <= _FEW_ROWS  # a 16-bit copy of so few ids takes longer than it saves
     permutation_N = (ids_N if few else ids_N.astype(np.int16)).argsort(kind="stable")
     expert_N = ids_N.take(permutation_N)
-    if few:  # to sort few rows again takes less than two calls
+    if few:  # sorting the permutation is faster than the two calls below
         inverse_N = permutation_N.argsort(kind="stable")
     else:
         inverse_N = np.empty_like(permutation_N)

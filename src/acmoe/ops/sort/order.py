@@ -80,7 +80,7 @@ def no_order(like: Tensor) -> Tensor:
 
 
 def order_is_read(cluster: Tensor) -> bool:
-    """Return True if kernels of that device read an order: those in Triton do."""
+    """Return True if kernels of that device read an order, as Triton's do."""
     return not cluster.is_cpu or interpreting()
 
 

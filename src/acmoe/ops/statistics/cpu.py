@@ -1,8 +1,8 @@
 """Cluster statistics on a CPU, in few calls.
 
-At the sizes of small models a call costs more than its arithmetic: 8 to 15 us for one of torch
-between others (Neoverse-N1), 1 to 3 us for one of numpy. So tensors of all tokens are torch's,
-which uses every core, and those of clusters alone numpy's.
+At the sizes of small models a call costs more than its arithmetic: 8 to 15 us in torch, 1 to 3 us
+in numpy (Neoverse-N1). So torch, which uses every core, computes with the tensors of all tokens,
+and numpy with the small arrays of clusters.
 
 T tokens, D features, C clusters, X statistics of each cluster.
 """
@@ -53,8 +53,8 @@ class Measured(NamedTuple):
     def known(self, least: int, *, positive: bool = False) -> list[bool]:
         """Return for each cluster True if it has `least` tokens and a finite dispersion.
 
-        positive: the dispersion must not be 0 in all features. Lists: clusters are few, and a call
-        of numpy takes as long as a loop over 30 of them.
+        positive: the dispersion must not be 0 in all features. The result is a list, because a call
+        of numpy takes as long as a loop over 30 clusters.
         """
         bound = 0.0 if positive else -1.0
         return [
@@ -124,7 +124,10 @@ def _written(
     out: tuple[Tensor, Tensor] | None,
     add_to: tuple[Tensor, Tensor, int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dispersion (C, D) and float32 count (C,) as tensors, and write them as asked."""
+    """Return dispersion (C, D) and float32 count (C,) as tensors; copy them to `out`, if any.
+
+    add_to: see `measured_dispersion`.
+    """
     spread_CD = torch.from_numpy(found.spread)
     count_C = torch.from_numpy(np.array(found.tokens, np.float32))
     for buffer, value in zip(out or (), (spread_CD, count_C), strict=False):

@@ -115,9 +115,10 @@ def finite_tokens(x: Tensor) -> Tensor:
 
 
 def _zero_non_finite(x_BLD: Tensor, clusters: reference.Clusters) -> tuple[Tensor, Tensor | None]:
-    """Zero tokens with NaN or inf; return x and the (B, C, 1) mask of their clusters, None: none.
+    """Zero tokens with NaN or inf; return x and the (B, C, 1) mask of their clusters.
 
-    In the GEMM with the one-hot matrix 0 * NaN would carry one such token into every cluster.
+    The mask is None if there is no such token. In the GEMM with the one-hot matrix 0 * NaN would
+    carry one such token into every cluster.
     """
     if host_may_read(x_BLD) and math.isfinite(x_BLD.detach().sum().item()):
         return x_BLD, None

@@ -91,7 +91,7 @@ def check_strength(strength: float | Tensor) -> None:
             bool((strength > 0).all() and torch.isfinite(strength).all()),
             f"strength={strength.tolist()}; lambda of Theorem 1 must be positive and finite",
         )
-    elif not 0 < strength < math.inf:  # torch.compile(dynamic=True) traces no more of a number
+    elif not 0 < strength < math.inf:  # the only test that torch.compile(dynamic=True) can trace
         raise UserError(
             f"strength={strength}; lambda of Theorem 1 must be positive and finite "
             "(None means the paper's 1/s)"

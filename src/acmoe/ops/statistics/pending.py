@@ -39,10 +39,10 @@ def _traced(*tensors: Tensor) -> bool:
 
 
 def write(into: Callable[..., Any], *arguments: Any) -> None:
-    """Call `into(*arguments)`, which writes statistics in place, and name the fix of transforms.
+    """Call `into(*arguments)`, which writes statistics in place; explain the error of a transform.
 
-    `torch.func` lets a function write only what it was given: buffers of a module that a transform
-    gets as arguments work (an ensemble), those that it finds in the module do not.
+    `torch.func` lets a function write only to its arguments. It works if the transform gets the
+    buffers of a module as arguments (an ensemble), and raises an error if they are in the module.
     """
     try:
         into(*arguments)
@@ -83,7 +83,7 @@ def add_batch(mean_CX: Tensor, count_C: Tensor, new_CX: Tensor, new_C: Tensor, l
     """
     new_CX = new_CX.to(mean_CX.dtype)  # first: a float64 number may be too large for the mean
     used_C = (new_C >= least) & ((new_CX * 0).sum(-1) == 0)  # 0 * NaN and 0 * inf are NaN
-    # torch.where and not a share of 0: 0 * NaN would carry a NaN of the batch into the mean.
+    # torch.where instead of a share of 0: 0 * NaN would carry a NaN of the batch into the mean.
     value_CX = torch.where(used_C[:, None], new_CX, mean_CX)
     added_C = torch.where(used_C, new_C, 0.0)
     count_C.add_(added_C)

@@ -156,9 +156,9 @@ def record_scale(
 def _added_on_cpu(pending: Pending | None) -> TypeGuard[Pending]:
     """Return True if a CPU kernel may add this batch to the pending means.
 
-    The caller asks whether such a kernel serves the call; where something observes it, it does not.
-    It may not add inside a backward, where activation checkpointing repeats a forward that was
-    already counted (see `record_batch`).
+    The caller checks whether such a kernel serves the call, which it does not if something observes
+    the call. The kernel may not add inside a backward, where activation checkpointing repeats a
+    forward that was already counted (see `record_batch`).
     """
     if pending is None or is_dynamo_compiling() or not pending[0].is_cpu:
         return False
@@ -171,8 +171,8 @@ def _added_on_cpu(pending: Pending | None) -> TypeGuard[Pending]:
 def _one_tape(pending: Pending | None, x: Tensor, *rest: Tensor | None) -> bool:
     """Return True if one tape may hold the whole call, provided that a kernel serves it.
 
-    A tape records no gradient, and it always adds the batch: a forward that a backward repeats was
-    counted already. `select` refuses what `torch.func` transforms.
+    A tape records no gradient, and it always adds the batch, so it may not serve a forward that a
+    backward repeats. Under transforms of `torch.func`, `select` returns the definition.
     """
     if not eager(x, *rest, *(pending or ())) or records_gradient(x):
         return False

@@ -1,4 +1,4 @@
-"""From dispersion s to the scale, the diagonal of M (C, D): a feature's weight is 1/s, normalised.
+"""Compute the scale, the diagonal of M (C, D), from the dispersion s: weights 1/s, normalised.
 
 A cluster is called informative if its scale comes from its tokens; any other cluster gets ones.
 
@@ -136,7 +136,7 @@ class ScaleOptions(NamedTuple):
     def is_separable(self) -> bool:
         """Return True if a cluster's scale is 1/s over its mean, independent of other clusters.
 
-        It is no property: Dynamo of torch 2.10 traces none of a tuple that holds a symbol.
+        It is no property: Dynamo of torch 2.10 cannot trace one of a tuple that holds a symbol.
         """
         plain = self.strength is None and self.clamp is None and self.normalize == "cluster"
         return plain and self.transform is None
@@ -206,7 +206,7 @@ def _relative_weights(
     weight_XCD = _least(s_XCD, informative_XC1, over) / s_XCD
     if clamp is None:
         return weight_XCD
-    # The bound is `clamp` times the mean of all weights, so these need one factor.
+    # The bound is `clamp` times the mean of all weights, so that all must have the same factor.
     least_X11 = _least(s_XCD, informative_XC1, (-2, -1))
     highest_X11 = clamp * _mean(least_X11 / s_XCD, informative_XC1, (-2, -1))
     return torch.minimum(

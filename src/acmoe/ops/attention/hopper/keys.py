@@ -76,7 +76,7 @@ _STAGE_BYTES = 64 * 64 * 2 + 64 * 4 + 16  # a tile of weights, its row maxima an
 
 @gluon.jit
 def _load_columns(vectors, index):
-    """Load one element per query of a tile, as a row vector over the columns."""
+    """Load one number for each query of a tile, in the layout of a row over the tile's columns."""
     flat = reinterpret(vectors.index(index), gl.float32, [BLOCK], _FLAT)
     return flat.load(gl.SliceLayout(0, SCORE_T))
 

@@ -24,7 +24,9 @@ from acmoe.ops.experts.cpu.loops import by_sizes, expert_of_rows, outer_by_sizes
 from acmoe.ops.experts.cpu.products import chooses_onednn
 from acmoe.ops.experts.grouped_mm import rows_by_torch, weights_by_torch
 
-MOST_EXPERTS = 8  # for each row; an expert without rows takes time in the call, none in the loop
+# Experts per row up to which the call serves: an expert without rows takes time in the call, and
+# none in the loop.
+MOST_EXPERTS = 8
 # Numbers of the result, for each expert, up to which adding a bias afterwards takes less time than
 # the loop, whose products are added to rows of the bias.
 MOST_WITH_BIAS = 2**12

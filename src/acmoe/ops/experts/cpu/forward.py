@@ -1,8 +1,8 @@
 """The experts on a CPU: the definition, in fewer calls.
 
-The definition asks at each of its steps whether somebody traces the call, casts or differentiates
-it. A small layer takes as long to answer as to multiply: this kernel asks once, and then makes the
-products of the definition, with the same bits. With gradients it records one autograd function
+The definition checks at each of its steps whether the call is traced, autocast or differentiated.
+In a small layer these checks take as long as the products. This kernel checks once, and then makes
+the products of the definition, with the same bits. With gradients it records one autograd function
 (gradient.py). A single token has its own form (one_token.py). docs/performance/cpu.md has the
 times.
 

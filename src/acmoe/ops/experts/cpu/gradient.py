@@ -1,10 +1,10 @@
 """The experts on a CPU with gradients: one autograd function instead of four.
 
-It makes the products of the definition and of its gradients, with the same bits; the gradients of
-biases are summed in another order. The definition records two products, the activation and the sum
-of each token's outputs as functions of their own. In a small layer, to record each of them and to
-ask whether somebody traces it takes longer than to multiply. Rows are gathered before, in a
-function of its own: x itself is not saved, so it may change in place before the backward.
+The function makes the products of the definition and of its gradients, with the same bits; the
+gradients of biases are summed in another order. The definition records four functions: two
+products, the activation and the sum of each token's outputs. In a small layer, recording each of
+them and checking whether it is traced takes longer than multiplying. Rows are gathered before, by a
+separate function: x itself is not saved, so it may change in place before the backward.
 
 T tokens, K experts per token, N = T * K rows, D features, F hidden units, W = F (or 2F for swiglu),
 E experts.
@@ -47,7 +47,7 @@ def expert_mlp_with_gradient(
 
 
 class Saved(NamedTuple):
-    """What the backward reads."""
+    """The tensors that the backward reads."""
 
     x: Tensor  # (N, D)
     gate: Tensor  # (T, K)
@@ -66,7 +66,7 @@ class Saved(NamedTuple):
 
 
 class _Experts(torch.autograd.Function):
-    """From gathered rows to the sum over each token's experts."""
+    """Compute the sum over each token's experts from gathered rows."""
 
     @staticmethod
     def forward(ctx, x, gate, up, down, up_bias, down_bias, rows, activation):  # type: ignore[no-untyped-def]

@@ -34,7 +34,7 @@ def by_sizes(
     """
     vectors = as_vectors(x_NI, weight_EOI, max(sizes[:-1], default=0))
     weight_EOI = weight_EOI if vectors else laid_out(weight_EOI, x_NI.shape[0])
-    # Asked once for all experts: for each of 8 it would take some 5 us.
+    # One check for all experts: a check for each of 8 would take some 5 us.
     by_blas = any_layout(x_NI, weight_EOI)
     if bias_EO is not None and by_blas and not vectors and x_NI.device.type == "cpu":
         return _added_to_bias(x_NI, weight_EOI, sizes, bias_EO, expert_N)
@@ -103,10 +103,10 @@ def _vectors_by_expert(
 ) -> None:
     """Write the results of `by_sizes` to `out_NO`, by a matrix-vector product for each row.
 
-    Most experts have no rows here: taking all weights apart would take longer than indexing a few.
+    Most experts have no rows here, so indexing the few weights is faster than `unbind` of all.
     """
-    # All views are made before the first product: after each of them, which reads a whole weight,
-    # little of Python is left in the caches.
+    # All views are made before the first product. Each product reads a whole weight, which evicts
+    # Python's code from the caches.
     experts = [expert for expert, rows in enumerate(sizes[:-1]) for _ in range(rows)]
     outputs = out_NO.unbind()
     calls = list(

@@ -56,7 +56,7 @@ def _large(x: Tensor, weights: ExpertWeights, gate: Tensor) -> str | None:
 
 
 def _fit(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, activation: str) -> bool:
-    """Return True if all shapes are of one layer: C trusts these sizes."""
+    """Return True if all shapes fit each other: the C functions do not check them."""
     up, down, up_bias, down_bias = weights
     if x.dim() != 2 or gate.dim() != 2 or up.dim() != 3:
         return False

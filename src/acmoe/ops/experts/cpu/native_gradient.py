@@ -1,7 +1,7 @@
 """The experts in C with gradients, for few rows of small experts: one autograd function.
 
-It is the function of gradient.py with other products. A backward that C cannot serve runs
-there: one that is batched, that somebody traces, or that is differentiated in turn.
+The function is that of gradient.py with products in C. A backward that is batched, traced or
+differentiated in turn runs there.
 
 T tokens, K experts per token, N = T * K rows, D features, F hidden units, W = F (or 2F for swiglu),
 E experts.
@@ -37,7 +37,7 @@ def expert_mlp_in_c_with_gradient(
 
 
 class _Experts(torch.autograd.Function):
-    """From gathered rows to the sum over each token's experts."""
+    """Compute the sum over each token's experts from gathered rows."""
 
     @staticmethod
     def forward(ctx, x, gate, up, down, up_bias, down_bias, rows, activation):  # type: ignore[no-untyped-def]

@@ -103,8 +103,8 @@ def rows_through_weights(
 ) -> Tensor:
     """Return (N, I): each row times the transposed weight of its expert.
 
-    hidden_NI: if the weights had read the result of relu, that result: where it is 0, so is the
-    gradient.
+    hidden_NI: the result of relu, if the weights have read it in the forward: where it is 0, so is
+    the gradient.
     """
     N, (E, O, I) = grad_NO.shape[0], weight_EOI.shape  # noqa: E741
     grad_NI = grad_NO.new_empty(N, I)

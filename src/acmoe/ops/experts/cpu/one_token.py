@@ -2,8 +2,8 @@
 
 Decoding one sequence reads the weights of K experts and computes little. After each product, which
 reads megabytes, hardly any code of Python or torch is left in the caches, so that every further
-call is slow. This kernel makes few of them: the token is not copied for each expert, rows are not
-gathered, and the second product adds its result, times the gate, to those before it.
+call is slow. This kernel makes few calls: it neither copies the token for each expert nor gathers
+rows, and the second product adds its result, times the gate, to the sum of the earlier experts.
 docs/performance/cpu.md has its times.
 
 K experts of the token, D features, F hidden units, W = F (or 2F for swiglu).
@@ -30,7 +30,7 @@ def expert_mlp_of_one_token(
         return expert_mlp.definition(x, weights, rows, gate, activation=activation)
     ids_K = rows.expert.index_select(0, rows.inverse)
     ids = ids_K.tolist()
-    # Made before the first product, while the code that makes them is in the caches.
+    # These views are made before the first product, while Python's code is in the caches.
     ups, downs = [weights.up[one] for one in ids], [weights.down[one] for one in ids]
     x_D, h_KW = x[0], x.new_empty(len(ids), weights.up.shape[1])
     for h_W, up_WD in list(zip(h_KW.unbind(), ups, strict=True)):

@@ -19,7 +19,7 @@ from acmoe.ops.device.launcher import tma_aligned
 from acmoe.ops.device.tma import swizzled
 
 _ROWS = gl.constexpr(1 << 30)  # size of the dimension whose coordinate ends with an expert's rows
-_SIZE = 0x7FFF0000  # of a dimension of which every coordinate is inside
+_SIZE = 0x7FFF0000  # size of a dimension that contains every coordinate in use
 
 
 def ragged_desc(rows: Tensor, block: list[int]) -> TensorDescriptor:

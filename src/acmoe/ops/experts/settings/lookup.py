@@ -49,7 +49,7 @@ def _row(kernel: str, layer: Layer) -> tuple[bool, Any]:
 
 
 def is_tuned(layer: Layer) -> bool:
-    """Return True if the user's table, or the package's on its GPUs, names this layer."""
+    """Return True if a table has this layer: the user's, or the package's on GPUs it holds for."""
     sizes = (layer.dim, layer.hidden, layer.experts)
     names = {key(kernel, *sizes) for kernel in GEMMS}
     package = tables.package_table() if device_support.has_large_shared_memory() else {}
@@ -89,10 +89,10 @@ def blocks_for(kernel: str, layer: Layer) -> Blocks:
 def pipeline_for(kernel: str, layer: Layer) -> PipelineConfig | None:
     """Return the settings of a Hopper GEMM, or None where Triton's is faster.
 
-    Where a table has blocks of a GEMM and no row of its pipeline, nobody compared the two: Triton's
-    runs. "hidden" is the exception, where the rule's pipeline runs. The package's rows were
-    measured with many rows per expert, so that the rule's COLUMNS, for about 128 rows, go before
-    them.
+    If a table has blocks of a GEMM and no row of its pipeline, the two were not compared, and the
+    Triton kernel runs. "hidden" is the exception: there the rule's pipeline runs. The package's
+    rows were measured with many rows per expert, so that the rule's COLUMNS, for about 128 rows,
+    take precedence.
     """
     if kernel in PIPELINE_OVERRIDE:
         return PIPELINE_OVERRIDE[kernel]

@@ -61,7 +61,7 @@ _PADDING = 0.08
 # Padding of the columns of a weight gradient above which its wide tiles, and the Hopper kernel, are
 # left out.
 _WEIGHT_PADDING = 0.25
-_FEW_TILES = 64  # of a weight gradient: below it, the GEMM is split over rows to fill the GPU
+_FEW_TILES = 64  # a weight gradient with fewer tiles is split over rows to fill the GPU
 # Rows of an average expert below which half of a tile of 128 rows would be padding.
 FEW_ROWS = 64
 # Blocks of the GEMMs by rows where an average expert has few rows: (up to so many rows, gated up,
@@ -117,7 +117,7 @@ class Layer(NamedTuple):
     experts: int  # E
     width: int  # W
     rows: int  # rows of an average expert, N / E, rounded up to a power of two
-    dtype: torch.dtype = torch.bfloat16  # of the tokens
+    dtype: torch.dtype = torch.bfloat16  # dtype of the tokens
 
     @property
     def gated(self) -> bool:

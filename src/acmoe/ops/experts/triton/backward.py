@@ -11,11 +11,11 @@ each row tile of an expert and each column block, and is bound by memory: it rea
 + W) elements.
 
 The gradient GEMMs are `grouped_gemm_kernel` (forward.py) for activations, and weights.py and
-persistent_weights.py for weights. Fusing the activation's backward into the epilogue of the GEMM
-before it, in slices of columns, the best of 22 variants took 2.38 ms against 1.64 + 0.86 ms apart
-(H200, olmoe; no difference at mixtral): too little gain for a second version of both kernels. It
-pays with warp specialisation, where one consumer runs the epilogue while the other multiplies:
-hopper/hidden.py.
+persistent_weights.py for weights. The activation's backward could be fused into the epilogue of the
+GEMM before it. The best of 22 such variants took 2.38 ms, against 1.64 + 0.86 ms for two kernels
+(H200, olmoe; no difference at mixtral): too little gain for a second version of both kernels.
+Fusing them pays with warp specialisation, where one consumer runs the epilogue while the other
+multiplies (hopper/hidden.py).
 """
 
 import triton

@@ -29,7 +29,7 @@ class Backward:
         self.a_NF = drawn(given, self.size.hidden, generator)
         self.h_NW = drawn(given, self.size.width, generator)
         self.dh_NW = torch.empty_like(self.h_NW)
-        self._upstream: dict[bool, RowOperand] = {}  # what `down_weight` reads, by `gather`
+        self._upstream: dict[bool, RowOperand] = {}  # operands of `down_weight` by `gather`
 
     def hidden(self) -> tuple[Tensor, ...]:
         """Return gate * a (N, F), dh (N, W), and the gradients of the gate and the biases."""

@@ -30,7 +30,7 @@ def folder() -> Path:
 
 @functools.cache
 def _sources() -> str:
-    """Return a digest of the kernels' sources: other kernels have other times."""
+    """Return a digest of the kernels' sources: if a kernel changes, it is measured again."""
     here = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted([*(here / "experts").rglob("*.py"), *(here / "device").rglob("*.py")]):
@@ -41,7 +41,7 @@ def _sources() -> str:
 def identity(
     layer: Layer, act: str, biased: bool, weights: torch.dtype, device: torch.device
 ) -> dict[str, object]:
-    """Return what a measurement holds for."""
+    """Return the GPU, the versions and the layer that a measurement holds for."""
     return {
         "gpu": torch.cuda.get_device_name(device),
         "torch": str(torch.__version__),

@@ -139,8 +139,8 @@ def fastest(kernel: str, call: Call, given: Inputs, *, copied: bool) -> Found:
 def _candidates(kernel: str, given: Inputs, copied: bool) -> list[Settings]:
     """Return the rule's settings, which serve without tuning, and the others that are timed.
 
-    A pipeline that can run has nearly always been the fastest: there one Triton GEMM is timed.
-    torch's grouped GEMM is always among them, where it can run: no GEMM at hand is faster.
+    A pipeline that can run has nearly always been the fastest, so that only one Triton GEMM is
+    timed beside it. torch's grouped GEMM is always timed where it can run.
     """
     layer = given.sizes.layer(given.x.dtype)
     pipelines: list[Settings] = []
@@ -165,7 +165,7 @@ def _runs(kernel: str, settings: PipelineConfig, given: Inputs, copied: bool) ->
     if kernel == "up_weight":
         gather = gather or settings.gathers
     if settings.gathers and not gather:
-        return False  # it gathers rows that are copied already
+        return False  # these settings gather tokens, but the call has copied them already
     bias = {"hidden": given.up_bias is not None or given.down_bias is not None}
     bare = not bias.get(kernel, kernel == "down" and given.down_bias is not None)
     where = (kernel, given.sizes, given.x.dtype, given.x.device)
@@ -204,7 +204,10 @@ def _routed(found: Sequence[Tensor], given: Inputs) -> list[Tensor]:
 
 
 def _times(kernel: str, tried: Sequence[Settings], call: Call, device: torch.device) -> list[float]:
-    """Return the median milliseconds of each, measured in turn so that a changing clock is fair."""
+    """Return the median milliseconds of each call.
+
+    The calls are timed in turn, so that a change of the GPU's clock rate affects all of them.
+    """
     samples: list[list[float]] = [[] for _ in tried]
     for _ in range(_ROUNDS):
         for one, times in zip(tried, samples, strict=True):

@@ -92,7 +92,10 @@ def sort_rows_and_tokens(
 
 
 def steps_of(num_rows: int, rows: int) -> int:
-    """Return the steps of a block: more where steps are short, while enough blocks remain."""
+    """Return the steps of a block: several only if a step has at most 64 rows.
+
+    At least FEWEST_BLOCKS blocks remain, which keep a GPU busy.
+    """
     most = 1 if rows > 64 else MOST_STEPS
     return max(1, min(most, num_rows // (rows * FEWEST_BLOCKS)))
 
