@@ -1,10 +1,11 @@
 """Count the training calls of adaptive layers that got no state from a layer before.
 
-`y, _ = moe(x)` in every block is no error, but each layer then is a first one, and routes as its
-base router. A warning says so after PATIENCE calls without a single state.
+`y, _ = moe(x)` in every block raises no error, but each layer then counts as the first one, and
+routes as its base router. A warning says so after PATIENCE calls without a single state.
 
-Compiled code runs no counter: torch.compile counts a call once, while it traces it. Every step of
-an optimizer that trains adaptive layers then counts as one more call of what was traced.
+Compiled code does not run the counter: torch.compile counts a call once, when it traces the call.
+After that, every step of an optimizer that trains adaptive layers counts as one more call of each
+traced layer.
 """
 
 import logging
@@ -17,23 +18,23 @@ _FIRST_STAGE = "; all is well if it is the only one in the first stage of a pipe
 
 
 class Calls:
-    """Training calls of layers with such routers in this process."""
+    """The training calls of adaptive layers in this process."""
 
     without = 0  # calls that got no state, before the first that got one
-    traced = 0  # those of them that torch.compile has traced
+    traced = 0  # the number of these calls that torch.compile has traced
     passed = False  # True: a call got a state
 
 
 def count_call(passed: bool, traced: bool) -> None:
-    """Count a call; passed: it got a state. traced: torch.compile traces it."""
+    """Count a call. passed: the call got a state; traced: torch.compile traces the call."""
     if not Calls.passed:
         Calls.passed = passed
         Calls.traced += traced and not passed
         _add(not passed)
 
 
-# torch.compile then counts once, while it traces, and leaves the call out of the graph. This is
-# torch.compiler.assume_constant_result without its import of Dynamo, which takes a second.
+# With this mark torch.compile counts once, while it traces, and leaves the call out of the graph.
+# torch.compiler.assume_constant_result sets the same mark, but takes a second to import Dynamo.
 count_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

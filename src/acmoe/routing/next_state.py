@@ -82,9 +82,10 @@ class NextState(nn.Module):
             )
 
     def plan(self, next_router: NextRouter | None, *, like: Tensor, final: bool = True) -> None:
-        """Compute for this next router from now on; new statistics go to the device of `like`.
+        """Compute the state for this next router from now on.
 
-        Nothing changes if the state for it is computed already. final: no later plan may differ.
+        New statistics are built on the device of `like`. Nothing changes if the module computes
+        that state already. final: no later call of `plan` may choose another router.
         """
         same = origin_codes(next_router) == origin_codes(self.next_router)
         if not same or getattr(next_router, "mix", 1) != getattr(self.next_router, "mix", 1):

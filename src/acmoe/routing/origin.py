@@ -46,10 +46,10 @@ def origin_codes(next_router: NextRouter | None) -> tuple[int, ...]:
 
 
 def changed_origin(origin: Tensor, *, assignment: bool, scale: bool) -> Tensor:
-    """Return the origin of a state whose assignment or scale somebody replaces.
+    """Return the origin of a state after its assignment or scale was replaced.
 
-    Clusters in a state without any make it one with clusters. Whoever replaces the scale of
-    clusters vouches for it: the state then counts as made by hand.
+    A state without clusters becomes one with clusters if it gets an assignment. A state with a new
+    scale of its clusters counts as made by hand: it is not checked.
     """
     codes = tuple(origin.shape[1:])
     if assignment and codes == (NOTHING,):

@@ -27,7 +27,7 @@ class SoftRouter(Router):
     """Cosine logits between tokens and slots, times one learned scale."""
 
     causal = False
-    always_k = False  # `decide` names the best slot's expert alone
+    always_k = False  # `decide` returns only the expert of the best slot
 
     def __init__(
         self,

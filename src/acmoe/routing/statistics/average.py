@@ -39,7 +39,7 @@ class RunningAverage(StepStatistics):
     def __init__(self, config: AdaptiveConfig, *, num_clusters: int, dim: int) -> None:
         super().__init__()
         self.config = config
-        self.measure = config.measure  # of the averages; an override changes that of the config
+        self.measure = config.measure  # the averages keep it if an override changes the config
         self.num_clusters = num_clusters
         self.dim = dim
         self.register_buffer("dispersion", torch.zeros(num_clusters, dim))

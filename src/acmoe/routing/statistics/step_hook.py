@@ -67,7 +67,9 @@ class Trained(NamedTuple):
 # The optimizers that have stepped, and those without a step that a search has found. Each has what
 # it trains by the hash of its parameters: some loops step with one parameter group after the other.
 _trained: "weakref.WeakKeyDictionary[Optimizer, dict[int, Trained]]" = weakref.WeakKeyDictionary()
-MOST_HASHES = 64  # of an optimizer; one that has new parameters in every step forgets the others
+# Hashes that are kept for an optimizer. An optimizer with new parameters in every step would keep
+# one for each step.
+MOST_HASHES = 64
 _hooks: list[Any] = []
 
 
@@ -114,7 +116,7 @@ def _update(optimizer: Optimizer) -> None:
         trained = trained_by(optimizer, search=True)
         unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        # A captured update writes at every replay, also after a model of somebody else is freed.
+        # A captured update writes at every replay, also after the model it belongs to is freed.
         left_out = [one for one in unclaimed if not one.has_pending]
         unclaimed = [one for one in unclaimed if one.has_pending]
         if left_out:
