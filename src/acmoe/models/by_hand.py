@@ -14,7 +14,7 @@ from acmoe.ops.checks import has_values
 
 LEFT_OUT = {
     *("training", "checkpoint_blocks", "balance_group"),  # how a model runs
-    "stage",  # of a StableMoE router: it is saved among the tensors
+    "stage",  # the stage of a StableMoE router, which is saved among the tensors
     # the state of statistics and of the plan of layers
     *("fixed", "serial", "scaled_from", "scaled_version", "checked"),
     *("group_name", "found_group", "everywhere", "forwards", "has_pending"),

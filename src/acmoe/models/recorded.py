@@ -17,8 +17,8 @@ from acmoe.routing.state import Routing
 def recorded(layers: Sequence[MoE | SoftMoE]) -> Iterator[list[Routing]]:
     """Collect the routings of the layers inside `with`; a recompute in backward adds nothing.
 
-    Calls of the same layers by other threads, which run the hooks too, are left out. Compiled code
-    adds those: torch.compile cannot trace the number of a thread.
+    Other threads that call the same layers also run the hooks; their routings are left out, except
+    in compiled code, because torch.compile cannot trace the number of a thread.
     """
     if layers and torch.compiler.is_compiling():
         # torch.compile cannot trace the hooks, and breaks its graph. With fullgraph=True it raises

@@ -99,10 +99,10 @@ def _continue(
     step = model.decode_steps(model, cache, max_new_tokens - 1, stop_token is not None)
     done_B = torch.zeros_like(tokens_BL[:, 0], dtype=torch.bool)
     chosen = ChosenTokens()
-    count = 0  # of the tokens generated for each sequence
+    count = 0  # tokens generated so far for each sequence
     while True:
         if stop_token is not None:
-            # Nobody reads a finished sequence; torch cannot sample from a row of NaN.
+            # A finished sequence is not read; torch cannot sample from a row of NaN.
             logits_BV = logits_BV.masked_fill(done_B[:, None], 0.0)
         token_B = _draw(draw, logits_BV, count)
         logit_B = logits_BV.gather(1, token_B[:, None])[:, 0]
