@@ -1,9 +1,10 @@
 """Decode steps of one shape, captured in a CUDA graph.
 
-A plain decode step (models/text/generate.py) launches some hundred kernels, and its keys and values
-grow: a GPU waits for the host. Here keys and values are ring buffers, the position is a
-tensor, and a mask says which places of the ring a query may see. So every step is the same launches
-at the same addresses, which a graph replays in one launch.
+A plain decode step (models/text/generate.py) launches some hundred kernels, for which a GPU waits.
+Its keys and values grow, so that a graph of these launches could not be replayed. Here keys and
+values are ring buffers, the position is a tensor, and a mask says which places of the ring a query
+may see. So every step has the same launches at the same addresses, which a graph replays in one
+launch.
 
 The position p of a token has place p mod N in a ring of N. The query at position p sees place n at
 distance (p - n) mod N. Blocks, routers and experts are called as in a plain step; only attention
@@ -37,7 +38,7 @@ FEWEST_STEPS = 16  # a capture takes about as long as so many steps
 class Clock:
     """The position of the step, and the masks, columns and angles that all blocks compute from it.
 
-    They attend to ring buffers of N places; position p is at place p modulo N.
+    The blocks attend to ring buffers of N places; position p is at place p modulo N.
     """
 
     def __init__(self, model: LanguageModel, first: int, real_BN: Tensor) -> None:

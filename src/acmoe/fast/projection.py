@@ -126,9 +126,9 @@ def _gradients(
     """Return the gradients of the last `length` positions (B, L, D) and of the weight (A, D).
 
     Without `of_weight` the second has no rows. The first is a batched GEMM over streams: one GEMM
-    would need a copy, because the last positions of all streams are not contiguous. Both are in one
-    op: apart, torch.compile would transform the weight, and copy a non-contiguous upstream for each
-    GEMM.
+    would need a copy, because the last positions of all streams are not contiguous. Both GEMMs are
+    in one op: around two ops torch.compile would transform the weight, and copy a non-contiguous
+    upstream gradient for each GEMM.
     """
     with without_autocast(upstream):  # backward may run under autocast even if forward did not
         segment_grad = _segment_gradient(upstream, weight, length)

@@ -72,7 +72,7 @@ class FastRunner:
     ) -> tuple[Tensor, RoutingState]:
         reason = runner_unsupported(model, memory)
         if reason is not None:
-            # A GPU loses speed by it, and a user would not look for the reason in an info line.
+            # The plain runner is slower on a GPU. A user would not look for the reason among infos.
             lossy = x.is_cuda and reason != DECODING
             level = logging.WARNING if lossy else logging.INFO
             log_once(f"the blocks run on the plain path: {reason}", level)
