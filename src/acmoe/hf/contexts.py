@@ -26,7 +26,7 @@ class _ThreadContexts(threading.local):
 
 @dataclass
 class SharedContext(LayerContext):
-    """Stands in the attribute while several threads are in a layer: it has the context of none.
+    """A placeholder in the attribute while several threads are in a layer; routers refuse it.
 
     References are weak, so that a thread that ended in the middle of a call does not count.
     """
@@ -35,7 +35,7 @@ class SharedContext(LayerContext):
 
 
 _CONTEXTS = _ThreadContexts()
-_LOCK = threading.Lock()  # of the attribute `context` of all parts
+_LOCK = threading.Lock()  # guards the attribute `context` of all parts
 
 
 def context_of(part: AdaptivePart) -> LayerContext:

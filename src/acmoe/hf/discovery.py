@@ -26,7 +26,7 @@ from acmoe.hf.families import (
 )
 
 KEY = "router_logits"
-ROUTER_NAMES = ("gate", "router", "gating", "switch")  # that models give to their routers
+ROUTER_NAMES = ("gate", "router", "gating", "switch")  # names of routers in models
 COPIED = "original_module"  # beside it, PEFT keeps the copy of the module that it trains
 
 
@@ -41,7 +41,7 @@ class FoundRouter:
     dim: int  # features that it reads
     read: Reader  # its output -> scores (T, E), higher is better, and chosen ids (T, K) or None
     adaptable: bool  # False: it does not choose by its input; it only tells its clusters
-    note: str | None = None  # what a user should know before adapting it
+    note: str | None = None  # a warning to users who adapt this router
     jitter: Jitter | None = None
 
 
@@ -74,7 +74,7 @@ class _Candidate(NamedTuple):
     name: str
     module: nn.Module
     path: tuple[tuple[str, nn.Module], ...]  # from the model down to the router
-    place: int  # of the scores in its output, as declared
+    place: int  # index of the scores in its output, as declared
     family: Family | None
     elsewhere: bool  # its family names another place in the model
 

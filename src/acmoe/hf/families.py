@@ -88,7 +88,7 @@ class Jitter(NamedTuple):
     """Noise in training that a router multiplies into its input in place: the experts read the same
     tensor, and so the noise."""
 
-    attribute: str  # of the router: the noise is uniform between 1 - value and 1 + value
+    attribute: str  # its value in the router bounds the noise: uniform in 1 - value to 1 + value
     off: float | None  # value of the attribute with which the router draws none
 
 

@@ -22,7 +22,7 @@ from acmoe.routing.state import RoutingState
 from acmoe.routing.statistics import ClusterStatistics
 from acmoe.routing.statistics.cache import StatisticsSlot
 
-KEY = "acmoe_tape"  # of the keyword argument
+KEY = "acmoe_tape"  # name of the keyword argument
 PAGED = "cache"  # argument of continuous batching: the keys and values of all its sequences
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # arguments of packed sequences
 
@@ -40,7 +40,7 @@ class Tape:
         self.past = 0  # tokens in that cache; 0 where running statistics are only read
         self.gradient = gradient  # gradients were recorded where the pass began
         self.called: set[int] = set()  # depths of the routers called so far
-        self.states: dict[int, RoutingState] = {}  # of each for the next
+        self.states: dict[int, RoutingState] = {}  # by depth: the state for the next router
         self.new_slots: dict[int, StatisticsSlot] = {}
         self.ended = False  # the stack has returned: further calls are repetitions
 

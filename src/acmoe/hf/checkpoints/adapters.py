@@ -212,7 +212,7 @@ def _downloaded(repository: str, subfolder: str, options: dict[str, Any]) -> Pat
     )
     if file is not None:
         return Path(file).parent
-    # It is None, too, if the hub does not answer. The cache notes what the hub said it lacks.
+    # `file` is None, too, if the hub does not answer. The cache remembers files that the hub lacks.
     name = f"{subfolder}/{FILE}" if subfolder else FILE
     place = {key: options[key] for key in ("cache_dir", "revision") if key in options}
     if try_to_load_from_cache(repository, name, **place) is not _CACHED_NO_EXIST:

@@ -20,7 +20,7 @@ from transformers.models.auto import (
     video_processing_auto,
 )
 
-PREFIX = "acmoe_"  # of model types
+PREFIX = "acmoe_"  # prefix of model types
 NAME = "Adaptive"  # beginning of class names
 
 CONFIGS = configuration_auto.CONFIG_MAPPING

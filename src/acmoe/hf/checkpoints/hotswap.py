@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# Of an adapter whose weights were read last: its place, the options that chose it, one tensor.
+# The adapter whose weights were read last: its place, the options that chose it, one tensor.
 _read: ContextVar[tuple[str, dict[str, Any], Tensor] | None] = ContextVar("read", default=None)
 
 # Loads the statistics beside an adapter: (model, place, options of the hub, name of the adapter).

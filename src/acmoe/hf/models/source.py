@@ -49,7 +49,7 @@ class Source:
     data: str  # name of the data set
     steps: int | float | None  # length of the run, in `unit`
     unit: str  # steps or epochs
-    step: int  # of the checkpoint
+    step: int  # step of the checkpoint
     state: dict[str, Any]  # its state.json
     ema: bool  # the model has averaged weights
 
