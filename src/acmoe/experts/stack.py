@@ -127,7 +127,7 @@ class MoEStack(nn.Module):
         return list(self.children_in_order())[index]
 
     def children_in_order(self) -> Iterator[nn.Module]:
-        """Yield every module as often as it is called; `children()` leaves repetitions out."""
+        """Yield every module as often as it is called; `children()` yields each only once."""
         for module in self._modules.values():
             assert module is not None
             yield module
