@@ -35,7 +35,7 @@ class ProfileConfig:
     variant: str = "eager"  # way to run the training step
     batch: int | None = None  # batch of the training step
     options: tuple[str, ...] = ()  # key=value settings of the models' configs
-    dtype: str = "bf16"  # of the layer, or precision of the training step
+    dtype: str = "bf16"  # dtype of the layer, or precision of the training step
     top: int = 30  # number of rows; the remaining kernels are summed up in one row
     device: str = "auto"
     seed: int = 0

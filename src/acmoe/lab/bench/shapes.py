@@ -90,7 +90,7 @@ SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*_PUBLISHED, *_MODEL
 
 
 SKEW, EVEN = "skew", "even"
-LOADS = (SKEW, EVEN)  # of `find_shape`
+LOADS = (SKEW, EVEN)  # loads that `find_shape` knows
 _LOAD = "+"  # before the load in a shape's name
 
 

@@ -1,1 +1,1 @@
-"""What the benchmarks share: options, clocks, progress, and reports with their tables."""
+"""Shared parts of the benchmarks: options, clocks, progress, and reports with their tables."""

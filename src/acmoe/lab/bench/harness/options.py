@@ -1,4 +1,4 @@
-"""What every benchmark of layers can be told: shapes, data type, passes and rounds."""
+"""The options of every benchmark of layers: shapes, data type, passes and rounds."""
 
 from dataclasses import dataclass
 

@@ -76,7 +76,7 @@ class LayerRow:
     of_ceiling: float | None = None  # FLOP rate over that of the dense matmul in the same run
     memory_mib: float | None = None  # peak beyond weights and tokens
     forward_error: float | None = None
-    gradient_error: float | None = None  # of forward+backward alone
+    gradient_error: float | None = None  # only for forward+backward
     busiest_load: float | None = None  # rows of the busiest expert over the number of tokens
 
 

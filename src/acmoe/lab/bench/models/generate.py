@@ -85,8 +85,8 @@ class GenerateRow:
     router: str = ""  # empty: that of the other package
     refused: str | None = None
     ms_per_step: float | None = None
-    tokens_per_second: float | None = None  # of all sequences, by that step
-    seconds: float | None = None  # of the whole call: prompt, capture and all steps
+    tokens_per_second: float | None = None  # all sequences, by that step
+    seconds: float | None = None  # the whole call: prompt, capture and all steps
     # How much longer a step takes than with the first router: median over rounds, 95% interval.
     added_percent: float | None = None
     added_percent_low: float | None = None
@@ -227,7 +227,7 @@ def _rows(
 ) -> list[GenerateRow]:
     """Time all calls in every round; return one row for each; if one fails, all are refused."""
     half = config.tokens // 2
-    times: list[list[tuple[float, float]]] = [[] for _ in calls]  # of half and of all tokens
+    times: list[list[tuple[float, float]]] = [[] for _ in calls]  # half the tokens, all
     try:
         for generate in calls:
             for tokens in (half, config.tokens):  # compiles

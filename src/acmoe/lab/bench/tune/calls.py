@@ -28,7 +28,7 @@ def kernel_calls(shape: Shape, device: torch.device, seed: int) -> dict[str, Cal
     found: dict[str, Call] = {}
     for kernel, call in calls.items():
         found[kernel] = partial(_by_triton, kernel, call)
-        if kernel != "up":  # which has no pipeline
+        if kernel != "up":  # "up" has no pipeline
             found[PIPELINE_PREFIX + kernel] = call
     return found
 

@@ -17,7 +17,7 @@ from acmoe.config.updates import Precision
 from acmoe.data.text.arrays import Tokens
 from acmoe.models.text.decoder import LanguageModel
 
-TOKENS, ROWS = 4096, 8  # those of `acmoe analyze`: the copy to the host takes milliseconds
+TOKENS, ROWS = 4096, 8  # as in `acmoe analyze`: the copy to the host takes milliseconds
 
 # A token's cluster is its first expert at the previous MoE layer; names with "expert" take the
 # first expert of the layer itself instead.

@@ -17,7 +17,7 @@ from acmoe.evaluate.seeds import CONFIDENCE, FEWEST_PAIRS, all_equal
 from acmoe.evaluate.student import critical_value
 
 POWER = 0.8  # probability to find an effect of the size called detectable
-_NODES = 200  # of the Gauss-Legendre quadrature over the standard deviation's distribution
+_NODES = 200  # nodes of the Gauss-Legendre quadrature over the standard deviation's distribution
 Key = TypeVar("Key")
 
 

@@ -1,4 +1,4 @@
-"""Where version 0.1 had `paired_difference`, `holm` and the like; now acmoe.evaluate.seeds."""
+"""The old place of `paired_difference`, `holm` and the like (0.1), now in acmoe.evaluate.seeds."""
 
 import warnings
 from typing import Any

@@ -33,8 +33,9 @@ BEYOND_SHARE, BEYOND_STD, BEYOND_POWER = (1e-4, 0.9999), (0.1, 1.0), 3.0
 def metric_z(gap: Tensor, std: Tensor, scale: Tensor) -> Tensor:
     """Return the margin of the nearest of two means in the metric of `scale`.
 
-    The decision variable is normal, its mean over its deviation is gap' M gap / (2 sqrt(gap' M
-    Sigma M gap)). Features are along the last axis; `std` is that of the token, noise included.
+    The decision variable is normal. The margin is its mean divided by its standard deviation,
+    gap' M gap / (2 sqrt(gap' M Sigma M gap)). Features are along the last axis; `std` is the
+    deviation of the token, noise included.
     """
     pulled = scale * gap
     return (pulled * gap).sum(-1) / (2 * (pulled * std).square().sum(-1).sqrt())
