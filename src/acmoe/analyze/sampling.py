@@ -37,7 +37,7 @@ COMPARED: tuple[Statistics, ...] = ("batch", "running")
 class AnalyzeConfig:
     """Options of an analysis. The analysis repeats every option that its numbers depend on."""
 
-    split: Literal["valid", "test"] = "test"  # of text or images
+    split: Literal["valid", "test"] = "test"  # split of the data
     which: Literal["best", "last"] = "best"  # checkpoint of the run
     tokens: int | None = None  # text: number of tokens from the start of the split; None: 4096
     images: int | None = None  # images: number of images, all patches of each; None: 64

@@ -18,7 +18,7 @@ class Work(NamedTuple):
     """The work of an attack on one batch, for reports of progress."""
 
     amount: int
-    unit: str  # what `amount` counts, in the plural
+    unit: str  # the unit of `amount`, in the plural
 
 
 def work_of(attack: AnyAttack) -> Work:

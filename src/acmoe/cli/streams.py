@@ -1,4 +1,4 @@
-"""What a command does with warnings, and with a pipe whose reader has gone."""
+"""Show warnings of commands in one line, and end quietly if the reader of a pipe has gone."""
 
 import os
 import sys

@@ -10,7 +10,7 @@ from dataclasses import fields
 from numbers import Real
 from typing import Any
 
-# What a layer computes for the next router: nothing, clusters, or clusters and their scales.
+# A layer computes one of these for the next router: nothing, clusters, clusters and their scales.
 NOTHING, CLUSTERS, SCALES = range(3)
 
 MODES = ("batch", "running", "prefix", "sequence")

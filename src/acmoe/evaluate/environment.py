@@ -24,7 +24,7 @@ def _checkout_commit() -> str | None:
     """Ask git once per process: the code is in memory, whatever becomes of the checkout."""
     root = Path(__file__).parents[3]  # src/acmoe/evaluate
     if not (root / ".git").exists():
-        return None  # a package in an environment that lies inside a checkout of something else
+        return None  # installed; git would find another project's checkout around the environment
     command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -91,7 +91,7 @@ class _Scorer:
     """Scores texts of one corpus with the settings of one evaluation."""
 
     model: LanguageModel
-    title: str  # of the corpus
+    title: str  # title of the corpus
     config: EvaluateConfig
     block: int
     precision: Precision

@@ -110,7 +110,7 @@ class Run(RunFolder):
 
     def corpus(self) -> Corpus:
         """Open the corpus of the run's config; see `check_corpus` for what it checks."""
-        if self.config.data.name != "stdlib":  # which is prepared where it is missing
+        if self.config.data.name != "stdlib":  # `stdlib` is prepared when it is missing
             check_present(self.folder, self.config.data.path)
         corpus = open_corpus(self.config.data)
         own = self.vocabulary() if (self.folder / VOCABULARY).is_file() else None

@@ -46,7 +46,7 @@ class ExpertTokens(TypedDict):
     total: int  # N
     got: list[int]  # (E,) tokens that have the expert among their K
     first: list[int]  # (E,) tokens whose first choice is the expert
-    ranked: Literal["gate", "affinity"]  # what the examples are ranked by
+    ranked: Literal["gate", "affinity"]  # the value by which the examples are ranked
     top: list[list[Example]]  # (E,) the examples of each expert
     frequent: list[list[tuple[str, int]]] | None  # (E,) tokens and counts; None without a context
 
@@ -115,7 +115,7 @@ def _gate_of_expert(layer: LayerRecord) -> Tensor:
 
 
 def _gates_differ(layer: LayerRecord) -> bool:
-    """Return whether the gates are known and rank the tokens."""
+    """Return True if all gates are finite and at least two differ, so that they rank the tokens."""
     gate_X = layer.gate[layer.expert_ids < layer.num_experts].double()
     if len(gate_X) == 0 or not bool(gate_X.isfinite().all()):
         return False

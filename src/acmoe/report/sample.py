@@ -33,7 +33,7 @@ class Sample:
     content: dict[str, Any]  # values for the page
 
     def items(self, grid: tuple[int, int] | None) -> int:
-        """Return how many rows of a layer's record are shown: tokens, or patches of all images."""
+        """Return the number of shown rows of a layer's record: tokens, or patches of all images."""
         return self.count if grid is None else self.count * grid[0] * grid[1]
 
 

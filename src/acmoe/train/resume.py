@@ -50,7 +50,7 @@ def resume_run(
 def _read_intact(store: CheckpointStore, trainer: Trainer) -> tuple[Checkpoint | None, list[str]]:
     """Read the latest intact checkpoint on every process; the first one has the notes."""
     read = partial(_read, store, averaged=trainer.average is not None)
-    with trainer.ranks.first_before_others():  # which has set damaged checkpoints aside
+    with trainer.ranks.first_before_others():  # the first process sets damaged checkpoints aside
         if trainer.ranks.first:
             return read_latest(store, read)
         latest = store.latest()

@@ -65,7 +65,7 @@ def claim(folder: Path, config: Any, vocabulary: Vocabulary | None = None) -> It
 def _fill(folder: Path, config: Any, vocabulary: Vocabulary | None) -> bool:
     """Write config and vocabulary into a locked folder; return True if they were there before."""
     with report_write_errors(folder):
-        for draft in _drafts():  # of a process that was killed
+        for draft in _drafts():  # a process that was killed left them
             (folder / draft).unlink(missing_ok=True)
     path = folder / CONFIG
     begun = path.is_file()

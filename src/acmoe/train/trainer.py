@@ -95,7 +95,7 @@ class Trainer(ABC):
         )
         self.inputs: tuple[Tensor, Tensor] | None = None  # model inputs and targets of the update
         self.recent = []
-        self.average: WeightAverage | None = None  # of the weights, updated after every step
+        self.average: WeightAverage | None = None  # averages the weights after every step
         self.graph: StepGraph | None = None
         if config.graph:
             make_capturable(self.optimizer, device)

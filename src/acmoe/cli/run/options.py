@@ -30,7 +30,7 @@ Ema = Annotated[
         help="Use the moving average of the weights, which a run trained with ema=0.99996 keeps."
     ),
 ]
-# Of image classifiers.
+# Options of image classifiers.
 ImageBatch = Annotated[int, tyro.conf.arg(help="Images per forward pass.")]
 ImageStatistics = Annotated[
     Literal["batch", "running", "sequence"] | None,

@@ -63,7 +63,7 @@ class AutoAttackConfig:
     """AutoAttack: the ensemble of the `autoattack` package, which must be installed."""
 
     name: ClassVar[str] = "autoattack"
-    version: Literal["standard", "plus", "rand"] = "standard"  # which attacks the package runs
+    version: Literal["standard", "plus", "rand"] = "standard"  # the set of attacks that it runs
     # The package attacks shrinking parts of a batch and keeps what fooled the model there. Where
     # images of a batch influence each other (batch statistics, expert capacities), such an image
     # may be classified correctly again in the batch that is scored, and the attack looks weaker
