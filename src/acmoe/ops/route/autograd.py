@@ -4,7 +4,7 @@ T tokens, D features, E experts, C clusters, K experts per token, X slots of sor
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,30 +110,48 @@ def route_backward_op(
     of x from its other consumers; the kernel adds it to the router's.
     """
     tensors = (x, embedding, scale, assignment, token_mask, permutation, end)
-    return _launched_backward(
-        *(*tensors, expert_ids, gate, affinity, grad_gate, grad_affinity, grad_sum, grad_x),
-        *(over_selected, temperature, has_bias, torch.float32),
-    )
+    saved = _Saved(*tensors, expert_ids, gate, affinity)
+    grads = _Upstream(grad_gate, grad_affinity, grad_sum, grad_x)
+    settings = _Settings(over_selected, temperature, has_bias)
+    return _launched_backward(saved, grads, settings, torch.float32)
+
+
+class _Saved(NamedTuple):
+    """The arguments and the results of `route_op` that its backward reads."""
+
+    x: Tensor
+    embedding: Tensor
+    scale: Tensor | None
+    assignment: Tensor | None
+    token_mask: Tensor | None
+    permutation: Tensor | None
+    end: Tensor | None
+    expert_ids: Tensor
+    gate: Tensor
+    affinity: Tensor
+
+
+class _Upstream(NamedTuple):
+    """The gradients of the results of `route_op`, and that of x from its other consumers."""
+
+    gate: Tensor | None
+    affinity: Tensor | None
+    gate_sum: Tensor | None
+    x: Tensor | None
+
+
+class _Settings(NamedTuple):
+    """The arguments of `route_backward_op` that are no tensors."""
+
+    over_selected: bool
+    temperature: float
+    has_bias: bool
 
 
 def _launched_backward(
-    x: Tensor,
-    embedding: Tensor,
-    scale: Tensor | None,
-    assignment: Tensor | None,
-    token_mask: Tensor | None,
-    permutation: Tensor | None,
-    end: Tensor | None,
-    expert_ids: Tensor,
-    gate: Tensor,
-    affinity: Tensor,
-    grad_gate: Tensor | None,
-    grad_affinity: Tensor | None,
-    grad_sum: Tensor | None,
-    grad_x: Tensor | None,
-    over_selected: bool,
-    temperature: float,
-    has_bias: bool,
+    saved: _Saved,
+    grads: _Upstream,
+    settings: _Settings,
     result: torch.dtype,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,14 +164,19 @@ def _launched_backward(
     from acmoe.ops.route.triton.backward import embedding_gradient, token_gradient
     from acmoe.ops.route.triton.tokens import Tokens
 
-    tokens = Tokens.of(x, scale, assignment, token_mask, permutation, end)
-    upstream = grad_gate, grad_affinity, grad_sum
-    chosen = expert_ids, gate, affinity
+    x, embedding, mask, end = saved.x, saved.embedding, saved.token_mask, saved.end
+    tokens = Tokens.of(x, saved.scale, saved.assignment, mask, saved.permutation, end)
+    over_selected, temperature, has_bias = settings
     num_parts = 3 if x.dtype == torch.float32 else 2
     grad_ZTE, partial_NE = affinity_gradient(
-        *upstream, *chosen, token_mask, over_selected, temperature, num_parts
+        *(grads.gate, grads.affinity, grads.gate_sum),
+        *(saved.expert_ids, saved.gate, saved.affinity),
+        mask,
+        over_selected,
+        temperature,
+        num_parts,
     )
-    grad_TD = token_gradient(tokens, grad_ZTE, embedding, grad_x)
+    grad_TD = token_gradient(tokens, grad_ZTE, embedding, grads.x)
     grad_bias = reduce_partials(partial_NE[None])[0] if has_bias else partial_NE.new_empty(0)
     grad_ED = embedding_gradient(tokens, end, grad_ZTE, embedding.dtype, result, kept)
     return grad_TD, grad_ED, grad_bias
@@ -202,8 +225,9 @@ def _input_gradients(ctx, grad_gate, grad_affinity, grad_sum, grad_x):  # type: 
             _with_share, (*saved, *given, share, kept), (*settings, embedding.dtype, weight)
         )
     else:
-        if share is not None and grad_sum is not None:  # it is the gradient of the balance loss
-            # Rounded as autograd does.
+        if share is not None and grad_sum is not None:
+            # grad_sum is the gradient of the balance loss. Autograd would multiply in this order,
+            # which decides the rounding.
             grad_sum = share * (grad_sum * weight * len(share)) / len(x)
         found = route_backward_op(grad_gate, grad_affinity, grad_sum, grad_x, *saved, *settings)
     grad_x, grad_embedding, grad_bias = found
@@ -212,32 +236,48 @@ def _input_gradients(ctx, grad_gate, grad_affinity, grad_sum, grad_x):  # type: 
 
 
 def _with_share(*inputs: Any) -> tuple[Tensor, ...]:
-    """Return the results of `_launched_backward`; share: None, or grad_sum is that of the loss."""
-    *given, share, kept, over_selected, temperature, has_bias, result, weight = inputs
-    *first, grad_sum, grad_x = given
-    if share is not None:
+    """Return the results of `_launched_backward`.
+
+    If share is given, the gradient of the gate sums is computed from that of the balance loss,
+    which stands in its place.
+    """
+    *tensors, share, kept, over_selected, temperature, has_bias, result, weight = inputs
+    saved, grads = _Saved(*tensors[:10]), _Upstream(*tensors[10:])
+    if share is not None and grads.gate_sum is not None:
         from acmoe.ops.route.triton.affinity_gradient import share_gradient
 
-        grad_sum = share_gradient(grad_sum, share, len(first[0]), weight)
-    settings = (over_selected, temperature, has_bias, result, kept)
-    arguments: tuple[Any, ...] = (*first, grad_sum, grad_x, *settings)
-    return _launched_backward(*arguments)
+        gate_sum = share_gradient(grads.gate_sum, share, len(saved.x), weight)
+        grads = grads._replace(gate_sum=gate_sum)
+    settings = _Settings(over_selected, temperature, has_bias)
+    return _launched_backward(saved, grads, settings, result, kept)
 
 
 route_op.register_autograd(_backward, setup_context=_save)
 
 
-class _Eager(torch.autograd.Function):
-    """The router outside `torch.compile`; returns gates, affinities and gate sum.
+class _Call(NamedTuple):
+    """The options of a call of `_Eager`, and a list for its results without gradient."""
 
-    repeats: launch by a tape, and return what `totals` says; otherwise call `route_op`, which
-    others may watch. passes: return x as well. rest: the other inputs of `route_op`, and found: a
-    list for its results without gradient: ids, load, first choice, and a zero loss or None.
-    Autograd takes a microsecond or two of the host for every argument and result that it sees.
+    # True: launch by a tape, and return what `totals` asks for. False: call `route_op`, because
+    # something observes the call.
+    repeats: bool
+    passes: bool  # return x as well
+    totals: str  # that of `route_through`, or "shares": see `route` (triton/route.py)
+    weight: float
+    found: list[Any]  # receives ids, load, first choice, and a zero loss or None
+
+
+class _Eager(torch.autograd.Function):
+    """The router outside `torch.compile`; returns gates, affinities and gate sum, then x or not.
+
+    rest: the other inputs of `route_op`. Autograd takes a microsecond or two of the host for every
+    argument and result that it sees, so that the options and the results without gradient are in
+    `call`.
     """
 
     @staticmethod
-    def forward(ctx, x, embedding, bias, rest, repeats, passes, totals, weight, found):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, embedding, bias, rest, call):  # type: ignore[no-untyped-def]
+        repeats, passes, totals, weight, found = call
         inputs = (x, embedding, bias, *rest)
         keeps = ctx.needs_input_grad[1] and router_saving_requested() == "auto"
         run = partial(_without_gradient, totals, weight, keeps) if repeats else route_op
@@ -256,7 +296,7 @@ class _Eager(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, grad_gate, grad_affinity, grad_sum, grad_x=None):  # type: ignore[no-untyped-def]
         grads = (grad_gate, grad_affinity, grad_sum, grad_x)
-        return *_input_gradients(ctx, *grads), *[None] * 6  # type: ignore[no-untyped-call]
+        return *_input_gradients(ctx, *grads), None, None  # type: ignore[no-untyped-call]
 
 
 # Partial sums, of tokens times experts, up to which one program adds up the balance loss of a
@@ -267,10 +307,10 @@ _FEW_AFFINITIES = 2**18
 def route_through(*inputs: Any, totals: str, weight: float = 1.0) -> tuple[Any, ...]:
     """Return the results of `route_op`, then x, for the layers that read x after the router.
 
-    totals: "none" if the caller does not read gate sum and load; "balance" if it wants the balance
-    loss of them times `weight`. The loss comes last, and replaces gate sum and load; for "none" it
-    is 0. Where others see the call it is None, and gate sum and load are there; so it is with
-    "balance" for many tokens whose gradient is recorded.
+    totals: "sums" for gate sum and load; "none" if the caller reads neither; "balance" if it reads
+    their balance loss alone, times `weight`. The last result is that loss, or 0 for "none". It is
+    None for "sums", if something observes the call, and for "balance" of many tokens whose gradient
+    is recorded: gate sum and load are then returned.
 
     In eager mode the returned x is an output of this autograd node: the backward kernel adds its
     gradient to the router's own, which saves a launch that reads both. A custom op may not return
@@ -294,7 +334,7 @@ def route_through(*inputs: Any, totals: str, weight: float = 1.0) -> tuple[Any, 
         totals = "shares" if affinities <= _FEW_AFFINITIES else "sums"
     constant: list[Any] = []
     learned = (x, embedding, bias, inputs[3:])
-    results = apply(_Eager, *learned, repeats, passes, totals, weight, constant)
+    results = apply(_Eager, *learned, _Call(repeats, passes, totals, weight, constant))
     ids, load, first, zero = constant
     gate, affinity, gate_sum = results[:3]
     balance = gate_sum if repeats and totals == "shares" else zero
