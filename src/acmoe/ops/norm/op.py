@@ -237,11 +237,10 @@ def _twice_backward(
     stat: Tensor,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from acmoe.ops.norm.triton.launch import run_add_norm_twice_backward
+    from acmoe.ops.norm.triton.launch import SavedTwice, run_add_norm_twice_backward
 
-    return run_add_norm_twice_backward(
-        grad, low_grad, x, y, inner_gain, inner_bias, gain, seed, stat, dropout
-    )
+    saved = SavedTwice(x, y, inner_gain, inner_bias, gain, seed, stat)
+    return run_add_norm_twice_backward(grad, low_grad, saved, dropout)
 
 
 @_twice_backward.register_fake

@@ -3,6 +3,8 @@
 T tokens, D features.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -106,19 +108,23 @@ def run_add_norm_twice(
     return out, out_low, stats
 
 
+class SavedTwice(NamedTuple):
+    """The tensors that `run_add_norm_twice` leaves to its backward."""
+
+    x: Tensor  # (T, D)
+    branch: Tensor  # (T, D)
+    inner_gain: Tensor  # (D,)
+    inner_bias: Tensor  # (D,)
+    gain: Tensor  # (D,)
+    seed: Tensor
+    stats: Tensor  # (4, T)
+
+
 def run_add_norm_twice_backward(
-    grad: Tensor,
-    low_grad: Tensor | None,
-    x: Tensor,
-    branch: Tensor,
-    inner_gain: Tensor,
-    inner_bias: Tensor,
-    gain: Tensor,
-    seed: Tensor,
-    stats: Tensor,
-    dropout: float,
+    grad: Tensor, low_grad: Tensor | None, saved: SavedTwice, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x and branch (T, D), and of gains and biases (4, D), inner first."""
+    x, branch, inner_gain, inner_bias, gain, seed, stats = saved
     T, D = x.shape
     dx, dbranch = torch.empty_like(x), torch.empty_like(branch)
     programs = min(_PROGRAMS["twice"], triton.cdiv(T, _ROWS))
