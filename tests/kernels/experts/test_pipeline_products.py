@@ -205,7 +205,7 @@ def on_known_card():
 
 @pytest.mark.gpu
 def test_on_a_card_both_ways_to_the_hidden_gradient_agree(fresh_choice, monkeypatch):
-    from acmoe.ops.experts.triton.sizes import RowOperand, Sizes, Sums
+    from acmoe.ops.experts.triton.sizes import HiddenInputs, RowOperand, Sizes, Sums
 
     if not on_known_card():
         pytest.skip("the Hopper kernels are for another card or another triton")
@@ -218,10 +218,9 @@ def test_on_a_card_both_ways_to_the_hidden_gradient_agree(fresh_choice, monkeypa
 
     def results():
         dh_NW = h_NW.clone()
-        a_NF, shares = fresh_choice.run_hidden(
-            *(RowOperand(x_ND, False), down_EDF, dh_NW, dh_NW, gate_N1, x_ND, plan, size),
-            *(Sums(0, 0), 0.0, plan.offsets),
-        )
+        given = HiddenInputs(dh_NW, dh_NW, gate_N1, x_ND, Sums(0, 0), 0.0, plan.offsets)
+        rows = RowOperand(x_ND, False)
+        a_NF, shares = fresh_choice.run_hidden(rows, down_EDF, given, plan, size)
         return [dh_NW[:4065], a_NF[:4065], shares.gate.sum(0)[:4065]]
 
     first, second = results(), results()

@@ -21,13 +21,12 @@ from torch.compiler import is_compiling
 from acmoe.ops.dispatch import eager
 from acmoe.ops.experts.reference import ExpertWeights
 from acmoe.ops.experts.repeated import (
-    GradientOptions,
     launch_forward,
     launch_gradients,
     repeated,
     repeated_gradients,
 )
-from acmoe.ops.experts.triton.sizes import Operands
+from acmoe.ops.experts.triton.sizes import GradientOptions, Operands
 from acmoe.ops.flops import tell_counters
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.once import apply, as_saved, differentiable_once

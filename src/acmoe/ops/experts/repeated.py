@@ -4,7 +4,7 @@ Small calls repeat the launches of the first of their kind. Triton is imported l
 none.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from acmoe.config.environment import gluon_requested
 from acmoe.ops.environment import is_set
 from acmoe.ops.experts.settings import lookup, tables
-from acmoe.ops.experts.triton.sizes import Operands
+from acmoe.ops.experts.triton.sizes import GradientOptions, Operands
 from acmoe.ops.taped import taped
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -20,16 +20,6 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 # Operations of a forward's GEMMs up to which its launches are repeated. At 400 TFLOP/s 1e12 of them
 # take 2.5 ms, and the backward 5 more: then the GPU takes longer than the host in any case.
 MOST_OPERATIONS = 1e12
-
-
-class GradientOptions(NamedTuple):
-    """The options of a backward."""
-
-    act: str
-    dropout: float
-    dtype: torch.dtype  # dtype of the gradients of up and down
-    needs_up: bool  # False: the gradient of up is empty
-    needs_down: bool
 
 
 def launch_forward(
@@ -50,7 +40,7 @@ def launch_gradients(
     """
     from acmoe.ops.experts.triton.launched import launched_gradients
 
-    return launched_gradients(grad, operands, h, dh, *options)
+    return launched_gradients(grad, operands, h, dh, options)
 
 
 def repeated(operands: Operands, act: str, dropout: float, keep: bool) -> tuple[Tensor, ...]:

@@ -27,7 +27,7 @@ from acmoe.ops.experts.settings.gemms import (
 from acmoe.ops.experts.settings.lookup import copies_rows, pipeline_for
 from acmoe.ops.experts.triton import launch as triton_launch
 from acmoe.ops.experts.triton.backward_launch import run_activation
-from acmoe.ops.experts.triton.sizes import Partials, RowOperand, Sizes, Sums
+from acmoe.ops.experts.triton.sizes import HiddenInputs, Partials, RowOperand, Sizes
 from acmoe.ops.experts.triton.tiles import Plan
 from acmoe.ops.experts.triton.tokens import row_operand
 
@@ -251,35 +251,25 @@ def run_rows(
 
 
 def run_hidden(
-    upstream: RowOperand,
-    down: Tensor,
-    h: Tensor,
-    dh: Tensor,
-    gate: Tensor,
-    grad: Tensor,
-    plan: Plan,
-    size: Sizes,
-    sums: Sums,
-    dropout: float,
-    seed: Tensor,
+    upstream: RowOperand, down: Tensor, given: HiddenInputs, plan: Plan, size: Sizes
 ) -> tuple[Tensor, Partials]:
-    """Return gate * a (N, F) and the partial sums for `run_reduce_partials`; write dh (N, W), maybe
-    over h.
+    """Write dh (N, W); return gate * a (N, F) and the partial sums for `run_reduce_partials`.
 
     Both ways allocate one buffer of (N, F): the Triton kernels write gate * a over da.
     """
-    bare = not any(sums) and dropout == 0
+    bare = not any(given.sums) and given.dropout == 0
     settings = _settings_for("hidden", size, upstream.values, gather=upstream.gather, bare=bare)
     if settings is not None:
         from acmoe.ops.experts.hopper.launch import launch_hidden
 
-        a, dgate = launch_hidden(upstream.values, down, h, dh, gate, plan, settings)
+        a, dgate = launch_hidden(
+            upstream.values, down, given.h, given.dh, given.gate, plan, settings
+        )
         return a, Partials(dgate, dgate[:0])
     da = triton_launch.run_rows(
         *("hidden", upstream.values, down, None, plan, size), across=True, gather=upstream.gather
     )
-    partials = run_activation(da, h, dh, gate, grad, plan, size, sums, dropout, seed)
-    return da, partials
+    return da, run_activation(da, given, plan, size)
 
 
 def run_weight(

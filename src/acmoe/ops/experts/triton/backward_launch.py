@@ -9,26 +9,16 @@ from torch import Tensor
 from acmoe.ops.device.dropout_rng import drop_threshold
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.experts.triton.backward import activation_kernel, reduce_partials_kernel
-from acmoe.ops.experts.triton.sizes import Partials, Sizes, Sums
+from acmoe.ops.experts.triton.sizes import HiddenInputs, Partials, Sizes, Sums
 from acmoe.ops.experts.triton.tiles import Plan
 
 # Tile of the activation's backward: rows of a program, rows of a step, columns, warps.
 ACTIVATION_TILE = (128, 8, 128, 4)
 
 
-def run_activation(
-    da: Tensor,
-    h: Tensor,
-    dh: Tensor,
-    gate: Tensor,
-    grad: Tensor,
-    plan: Plan,
-    size: Sizes,
-    sums: Sums,
-    dropout: float,
-    seed: Tensor,
-) -> Partials:
-    """Write dh (N, W), maybe over h, and gate * a (N, F) over da; return the partial sums."""
+def run_activation(da: Tensor, given: HiddenInputs, plan: Plan, size: Sizes) -> Partials:
+    """Write dh (N, W), and gate * a (N, F) over da (N, F); return the partial sums."""
+    h, dh, gate, grad, sums, dropout, seed = given
     height, rows, block, warps = ACTIVATION_TILE
     block = min(block, next_power_of_2(size.hidden))
     expert, start = plan[height]

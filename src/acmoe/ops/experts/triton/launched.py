@@ -14,7 +14,15 @@ from acmoe.ops.experts.hopper.choice import row_operand_for, run_hidden, run_row
 from acmoe.ops.experts.hopper.up_choice import run_up
 from acmoe.ops.experts.settings import rules
 from acmoe.ops.experts.triton.backward_launch import run_reduce_partials
-from acmoe.ops.experts.triton.sizes import Operands, RowOperand, Sizes, Sums, sizes_of
+from acmoe.ops.experts.triton.sizes import (
+    GradientOptions,
+    HiddenInputs,
+    Operands,
+    RowOperand,
+    Sizes,
+    Sums,
+    sizes_of,
+)
 from acmoe.ops.experts.triton.tiles import Plan
 from acmoe.ops.experts.triton.tokens import run_combine
 from acmoe.ops.experts.triton.vectors import run_vectors
@@ -36,33 +44,25 @@ def launched_forward(
 
 
 def launched_gradients(
-    grad: Tensor,
-    given: Operands,
-    h: Tensor,
-    dh: Tensor,
-    act: str,
-    dropout: float,
-    dtype: torch.dtype,
-    needs_up: bool,
-    needs_down: bool,
+    grad: Tensor, given: Operands, h: Tensor, dh: Tensor, options: GradientOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, up, down, up_bias, down_bias and gate.
 
     A bias that is None has a gradient of 0 columns. dh is the buffer for the gradient of h; it may
-    be h itself. dtype is that of the gradients of up and down, which are empty if not needed.
+    be h itself. The gradients of up and down are empty if they are not needed.
     """
-    x, gate, inverse = given.x, given.gate, given.inverse
-    size = sizes_of(x, given.down, gate, act)
+    x, gate, inverse, dtype = given.x, given.gate, given.inverse, options.dtype
+    size = sizes_of(x, given.down, gate, options.act)
     plan = Plan(given.permutation, given.offsets, size.top_k)
     upstream = row_operand_for("hidden", grad, inverse, size)
     a, dgate, d_up_bias, d_down_bias = hidden_gradients(
-        grad, upstream, given, h, dh, plan, size, dropout
+        grad, upstream, given, h, dh, plan, size, options.dropout
     )
     d_up, d_down = (x.new_empty(0, dtype=dtype) for _ in range(2))
-    if needs_down:
+    if options.needs_down:
         d_down = down_weight_gradient(upstream, a, plan, size, dtype)
     del a, upstream  # free them before the next large allocation
-    if needs_up:
+    if options.needs_up:
         d_up = up_weight_gradient(dh, x, inverse, plan, size, dtype)
     dx_rows = run_rows("input", dh, given.up, None, plan, size, across=True)
     dx = run_combine(dx_rows, None, inverse, given.offsets, size.tokens)
@@ -88,9 +88,8 @@ def hidden_gradients(
     by_bias = None if given.down_bias is None else compute(_times_bias, grad, given.down_bias)
     biases = given.up_bias, given.down_bias
     sums = Sums(*[0 if bias is None else bias.shape[1] for bias in biases])
-    a, partials = run_hidden(
-        *(upstream, given.down, h, dh, given.gate, grad, plan, size, sums, dropout, given.seed)
-    )
+    hidden = HiddenInputs(h, dh, given.gate, grad, sums, dropout, given.seed)
+    a, partials = run_hidden(upstream, given.down, hidden, plan, size)
     dtype = given.x.dtype
     return a, *run_reduce_partials(partials, by_bias, given.expert, plan, size, sums, dtype)
 

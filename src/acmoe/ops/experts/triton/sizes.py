@@ -59,6 +59,16 @@ class Operands(NamedTuple):
     seed: Tensor  # (1,) seed of dropout; any tensor where there is none
 
 
+class GradientOptions(NamedTuple):
+    """The options of a backward."""
+
+    act: str
+    dropout: float
+    dtype: torch.dtype  # dtype of the gradients of up and down
+    needs_up: bool  # False: the gradient of up is empty
+    needs_down: bool
+
+
 class RowOperand(NamedTuple):
     """Row operand of a grouped GEMM: rows (N, D) in sorted order, or, to gather, tokens (T, D)."""
 
@@ -71,6 +81,18 @@ class Sums(NamedTuple):
 
     up: int
     down: int
+
+
+class HiddenInputs(NamedTuple):
+    """The inputs and the output of the activation's backward, beside da = grad @ down."""
+
+    h: Tensor  # (N, W) hidden units before the activation
+    dh: Tensor  # (N, W) buffer for their gradient; it may be h itself
+    gate: Tensor  # (T, K)
+    grad: Tensor  # (T, D) gradient of the layer's outputs
+    sums: Sums
+    dropout: float
+    seed: Tensor  # (1,) seed of dropout; any tensor where there is none
 
 
 class Partials(NamedTuple):
