@@ -40,6 +40,7 @@ from acmoe.ops import dispatch as backend
 from acmoe.ops.attention.hopper import forward as attention_hopper
 from acmoe.ops.attention.hopper import keys as attention_keys
 from acmoe.ops.attention.hopper.saved_weights import SavedWeights, saved_layout, saved_sizes
+from acmoe.ops.attention.inputs import Inputs
 from acmoe.ops.attention.ring import store_in_ring
 from acmoe.ops.attention.support import fused_width, stored_width
 from acmoe.ops.experts import clamped_swiglu
@@ -341,7 +342,10 @@ def backward() -> None:
         grad = bf16(2, 256, 2, stored_width(features)).transpose(1, 2)
         numbers = torch.zeros(2, 2, 256), torch.zeros(2, 2, 256), torch.zeros_like(kept.weights)
         layout = saved_layout(q.shape, 512, 256)
-        attention_keys.run_keys(q, kv[1], grad, kept, *numbers, *kv, layout, 1.0, 1.0, features)
+        lse, delta, dscores = numbers
+        upstream = attention_keys.Upstream(grad, lse, delta)
+        results = attention_keys.KeyGradients(dscores, *kv, 1.0, 1.0)
+        attention_keys.run_keys(q, kv[1], upstream, kept, results, layout, features)
 
 
 def forward() -> None:
@@ -354,7 +358,8 @@ def forward() -> None:
             mask = torch.ones(2, 512, dtype=torch.bool)
             bits = torch.zeros(2, 2, 256, dtype=torch.int32)
             positions = bf16(q.shape[-1], 256)
-            attention_hopper.run_forward(q, *kv, positions, mask, bits, 0.1, 0.1, features, kept)
+            given = Inputs(q, *kv, positions, mask, bits, 0.1, 0.1, features)
+            attention_hopper.run_forward(given, kept)
 
 
 GROUPS: dict[str, Callable[[], None]] = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from acmoe.ops.attention.inputs import Inputs
 from acmoe.ops.attention.op import fused_window_attention
 from acmoe.ops.attention.reference import window_attention_reference
 from acmoe.ops.attention.support import fused_width, hopper_unsupported
@@ -89,8 +90,8 @@ def test_the_emulated_kernel_equals_the_definition(
 ) -> None:
     tensors, seen_BN, bits = draw(S, L, W, P, features)
     mask = seen_BN if masked else None
-    arguments = (*tensors, mask, bits, 1 / math.sqrt(P), 0.0, features)
-    out, lse = emulated.run_forward(*arguments, nothing_kept())
+    arguments = Inputs(*tensors, mask, bits, 1 / math.sqrt(P), 0.0, features)
+    out, lse = emulated.run_forward(arguments, nothing_kept())
     q, k, v, table = (tensor.double() for tensor in tensors)
     expected = window_attention_reference(q, k, v, span=W, positions=table, key_mask=mask)
     # 8 bits of mantissa: 2^-9 a rounding, of positions' scores, weights and the output.
@@ -120,11 +121,11 @@ def test_it_drops_what_the_portable_kernel_drops(
     from acmoe.ops.attention.triton import forward as attention
 
     tensors, seen_BN, bits = draw(70, 130, 90, fused_width(features), features, dtype)
-    arguments = (*tensors, seen_BN, bits, 0.25)
-    out, lse = emulated.run_forward(*arguments, 0.3, features, nothing_kept())
-    expected, expected_lse = attention.run_forward(*arguments, 0.3, features)
+    arguments = Inputs(*tensors, seen_BN, bits, 0.25, 0.3, features)
+    out, lse = emulated.run_forward(arguments, nothing_kept())
+    expected, expected_lse = attention.run_forward(arguments)
     assert close(out, expected, 0.01) and (lse - expected_lse).abs().max() < 0.05
-    assert not close(out, attention.run_forward(*arguments, 0.0, features)[0], 0.2)
+    assert not close(out, attention.run_forward(arguments._replace(dropout=0.0))[0], 0.2)
 
 
 def test_a_longer_window_needs_more_shared_memory() -> None:
@@ -187,9 +188,9 @@ def test_on_the_card_it_equals_the_portable_kernel(
     from acmoe.ops.attention.triton import forward as attention
 
     mask = seen_BN if masked else None
-    arguments = (*tensors, mask, bits, 1 / math.sqrt(P), dropout, features)
-    runs = [attention_hopper.run_forward(*arguments, nothing_kept()) for _ in range(2)]
-    expected, expected_lse = attention.run_forward(*arguments)
+    arguments = Inputs(*tensors, mask, bits, 1 / math.sqrt(P), dropout, features)
+    runs = [attention_hopper.run_forward(arguments, nothing_kept()) for _ in range(2)]
+    expected, expected_lse = attention.run_forward(arguments)
     for out, lse in runs:
         assert close(out, expected, 0.01) and (lse - expected_lse).abs().max() < 0.05
     assert torch.equal(runs[0][0], runs[1][0]) and torch.equal(runs[0][1], runs[1][1])

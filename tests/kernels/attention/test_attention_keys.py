@@ -151,9 +151,9 @@ def run(module: Any, case: Case, features: int, device: str = "cpu") -> tuple[Te
     q, grad, lse, delta = (t.to(device) for t in (case.q, case.grad, case.lse, case.delta))
     # As the output lies, which a projection reads: a position's heads side by side.
     grad = grad[..., : stored_width(features)].transpose(1, 2).contiguous().transpose(1, 2)
-    module.run_keys(
-        q, v, grad, kept, lse, delta, dscores, dk, dv, case.skew, 1 / 5, 1 / 3, features
-    )  # fmt: skip
+    upstream = module.Upstream(grad, lse, delta)
+    results = module.KeyGradients(dscores, dk, dv, dk_scale=1 / 5, dv_scale=1 / 3)
+    module.run_keys(q, v, upstream, kept, results, case.skew, features)
     for before, after in zip(case.kept, kept, strict=True):
         assert torch.equal(before.nan_to_num(7), after.cpu().nan_to_num(7))
     return dk.cpu(), dv.cpu(), dscores.cpu()

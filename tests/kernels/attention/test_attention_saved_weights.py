@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from acmoe.ops.attention.inputs import Inputs
 from slow_cases import mostly_slow
 
 B, H, MARGIN = 2, 2, 512
@@ -103,7 +104,7 @@ def run(kernels: Any, case: Case, dropout: float, keeps: bool = True) -> tuple[T
     sizes = saved_sizes(q.shape, case.S + case.L, case.W) if keeps else (0, (0,))
     row_max = torch.full(sizes[1], torch.nan).to(q.device)
     kept = SavedWeights(q.new_full((sizes[0],), torch.nan), row_max)
-    out, lse = kernels.run_forward(*case.arguments, dropout, case.features, kept)
+    out, lse = kernels.run_forward(Inputs(*case.arguments, dropout, case.features), kept)
     return tuple(tensor.cpu() for tensor in (out, lse, *kept))
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from acmoe.ops.attention.inputs import Inputs
 from slow_cases import mostly_slow
 
 
@@ -85,10 +86,11 @@ def test_the_backward_leaves_the_gradient_of_each_score_and_zeros_elsewhere(
     monkeypatch.setattr(attention_backward, "rel_emb_gradient", recorded)
     bits = torch.zeros(q.shape[:3], dtype=torch.int32, device=device)
     scale = 1 / math.sqrt(shape.features)
-    out, lse = attention.run_forward(q, k, v, table, None, bits, scale, 0.0, shape.features)
-    parts = (q, k, v, table, None, bits, out, lse, torch.empty_like(k), torch.empty_like(v))
+    given = Inputs(q, k, v, table, None, bits, scale, 0.0, shape.features)
+    out, lse = attention.run_forward(given)
     grad = upstream.transpose(1, 2).contiguous().transpose(1, 2)  # as the output lies
-    attention_backward.run_backward(grad, *parts, scale, 0.0, shape.features)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    attention_backward.run_backward(grad, given, out, lse, dk, dv)
     (buffer,) = buffers
     skew = attention_skew.SkewLayout(shape.heads, shape.queries, k.shape[2], shape.span)
     query_8MC, key_8MC = entry_of(shape, skew.columns, skew.left_pad, device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
+from acmoe.ops.attention.inputs import Inputs
 from acmoe.ops.attention.reference import window_attention
 from acmoe.ops.attention.support import (
     fused_width,
@@ -142,15 +143,15 @@ def _window_attention(
         from acmoe.ops.device.launcher import tma_aligned
 
         k, v = tma_aligned(kv).unbind()
-        found = attention_hopper.run_forward(
-            q, k, v, positions, key_mask, bits, scale, dropout, features, SavedWeights(*saved)
-        )
+        inputs = Inputs(q, k, v, positions, key_mask, bits, scale, dropout, features)
+        found = attention_hopper.run_forward(inputs, SavedWeights(*saved))
     else:
         log_once(f"window_attention's forward runs on triton; gluon: {reason}")
         from acmoe.ops.attention.triton import forward as attention
 
         k, v = kv.unbind()
-        found = attention.run_forward(q, k, v, positions, key_mask, bits, scale, dropout, features)
+        inputs = Inputs(q, k, v, positions, key_mask, bits, scale, dropout, features)
+        found = attention.run_forward(inputs)
     return (*found, *saved)
 
 
@@ -205,23 +206,22 @@ def _window_attention_backward(
     # The kernels expect the memory order of `empty_output`; a hook may have changed it.
     grad, out = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (grad, out))
     dkv = torch.empty_like(kv)
+    dk, dv = dkv.unbind()
+    rest = (positions, key_mask, bits, scale, dropout, features)
     if weights.numel() > 0:
         from acmoe.ops.attention.hopper.backward import run_backward as run_hopper_backward
         from acmoe.ops.attention.hopper.saved_weights import SavedWeights
         from acmoe.ops.device.launcher import tma_aligned
 
+        k, v = tma_aligned(kv).unbind()
+        given = Inputs(tma_aligned(q), k, v, *rest)
         saved = SavedWeights(weights, row_max)
-        dq, dpositions = run_hopper_backward(
-            *(tma_aligned(grad), tma_aligned(q), tma_aligned(kv), positions, out, lse, saved, dkv),
-            *(scale, dropout, features),
-        )
+        dq, dpositions = run_hopper_backward(tma_aligned(grad), given, out, lse, saved, dk, dv)
     else:
         from acmoe.ops.attention.triton.backward import run_backward
 
-        (k, v), (dk, dv) = kv.unbind(), dkv.unbind()
-        dq, dpositions = run_backward(
-            grad, q, k, v, positions, key_mask, bits, out, lse, dk, dv, scale, dropout, features
-        )
+        k, v = kv.unbind()
+        dq, dpositions = run_backward(grad, Inputs(q, k, v, *rest), out, lse, dk, dv)
     return dq, dkv, dpositions
 
 

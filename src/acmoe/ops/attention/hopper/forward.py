@@ -67,6 +67,7 @@ from acmoe.ops.attention.hopper.staging import (
     stage_scores,
     staging_words,
 )
+from acmoe.ops.attention.inputs import Inputs
 from acmoe.ops.attention.triton.forward import LOG2E
 from acmoe.ops.attention.triton.output import empty_output
 from acmoe.ops.device.dropout_rng import drop_threshold_paired, packed_limit
@@ -241,22 +242,12 @@ def shared_bytes(features: int, span: int) -> int:
     return 2 * 4 * staging_words(span) + _STAGES * 3 * tile_bytes + 2 * STAGING_BYTES + 1024
 
 
-def run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rel_emb: Tensor,
-    key_mask: Tensor | None,
-    query_bits: Tensor,
-    scale: float,
-    dropout: float,
-    features: int,
-    saved: SavedWeights,
-) -> tuple[Tensor, Tensor]:
+def run_forward(given: Inputs, saved: SavedWeights) -> tuple[Tensor, Tensor]:
     """Return the (B, H, L, `features`) output, laid out by `empty_output`, and the (B, H, L) lse.
 
-    The inputs' features from `features` on are zeros. Fills `saved` unless it is empty.
+    Fill `saved` unless it is empty.
     """
+    q, k, v, rel_emb, key_mask, query_bits, scale, dropout, features = given
     batch, heads, num_queries, width = q.shape
     num_keys, span = k.shape[2], rel_emb.shape[1]
     save = saved.weights.numel() > 0

@@ -26,6 +26,8 @@ Shapes: B batch, H heads, X = B * H, L queries, S keys before the first query, N
 W window, P head dimension, of which the first HEAD_DIM (P, or 48 of 64) are multiplied.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -222,28 +224,41 @@ def _grid(num: int, tiles: int, device: torch.device) -> tuple[int, int]:
     return min(num, programs), max(1, min(programs // num, tiles // CONSUMERS.value))
 
 
+class Upstream(NamedTuple):
+    """The gradient of the output, and the numbers of each query that `run_keys` reads with it."""
+
+    grad_out: Tensor  # (B, H, L, `stored_width`), laid out by `empty_output`
+    lse: Tensor  # (B, H, L)
+    delta: Tensor  # (B, H, L)
+
+
+class KeyGradients(NamedTuple):
+    """The buffers that `run_keys` fills, and the factors of two of them."""
+
+    dscores: Tensor  # in the layout of the saved weights
+    dk: Tensor  # (B, H, N, `stored_width`) with feature stride 1, as dv
+    dv: Tensor
+    dk_scale: float
+    dv_scale: float
+
+
 def run_keys(
     q: Tensor,
     v: Tensor,
-    grad_out: Tensor,
+    upstream: Upstream,
     saved: SavedWeights,
-    lse: Tensor,
-    delta: Tensor,
-    dscores: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    found: KeyGradients,
     skew: SkewLayout,
-    dk_scale: float,
-    dv_scale: float,
     features: int,
 ) -> None:
-    """Fill dk, dv and dscores.
+    """Fill the tensors of `found`.
 
-    q (B, H, L, P) is contiguous; grad_out (B, H, L, `stored_width`) is laid out by `empty_output`;
-    v, dk and dv (B, H, N, `stored_width`) have feature stride 1; lse and delta are (B, H, L).
-    dscores has the layout of the saved weights: tiles of 64 queries and 64 keys that meet the
-    window are stored whole, with zeros outside it, and the rest is not written.
+    q (B, H, L, P) is contiguous; v (B, H, N, `stored_width`) has the strides of dk and dv. Of
+    dscores, tiles of 64 queries and 64 keys that meet the window are stored whole, with zeros
+    outside the window; the rest is not written.
     """
+    grad_out, lse, delta = upstream
+    dscores, dk, dv, dk_scale, dv_scale = found
     assert dv.stride() == v.stride()
     batch, heads, num_queries, width = q.shape
     num = batch * heads

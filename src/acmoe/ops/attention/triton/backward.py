@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
+from acmoe.ops.attention.inputs import Inputs
 from acmoe.ops.attention.triton.forward import (
     LOG2E,
     blocks_for,
@@ -196,26 +197,14 @@ def rel_emb_gradient(q_8RP: Tensor, dscore_8RC: Tensor) -> Tensor:
 
 
 def run_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rel_emb: Tensor,
-    key_mask: Tensor | None,
-    query_bits: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    scale: float,
-    dropout: float,
-    features: int,
+    grad_out: Tensor, given: Inputs, out: Tensor, lse: Tensor, dk: Tensor, dv: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return dq and the gradient of rel_emb, and fill dk and dv.
 
     dq has the first `features` of a head. grad_out and out have as many features as k. All three
     are laid out by `empty_output`.
     """
+    q, k, v, rel_emb, key_mask, query_bits, scale, dropout, features = given
     batch, heads, num_queries, width = q.shape
     skew = SkewLayout(heads, num_queries, k.shape[2], rel_emb.shape[1])
     dq = empty_output(q, features)

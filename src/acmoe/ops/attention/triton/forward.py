@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acmoe.ops.attention.inputs import Inputs
 from acmoe.ops.attention.triton.output import empty_output, output_ptrs
 from acmoe.ops.attention.triton.skew import (
     SkewLayout,
@@ -260,22 +261,12 @@ def softmax_options(blocks: Blocks, key_mask: Tensor | None, dropout: float) -> 
     }
 
 
-def run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rel_emb: Tensor,
-    key_mask: Tensor | None,
-    query_bits: Tensor,
-    scale: float,
-    dropout: float,
-    features: int,
-) -> tuple[Tensor, Tensor]:
+def run_forward(given: Inputs) -> tuple[Tensor, Tensor]:
     """Return the (B, H, L, `features`) output, laid out by `empty_output`, and the (B, H, L) lse.
 
-    The inputs' features from `features` on are zeros. query_bits (B, H, L) int32 seed dropout. The
-    batch is processed in slices that bound the score buffer.
+    The batch is processed in slices that bound the score buffer.
     """
+    q, k, v, rel_emb, key_mask, query_bits, scale, dropout, features = given
     batch, heads, num_queries, width = q.shape
     skew = SkewLayout(heads, num_queries, k.shape[2], rel_emb.shape[1])
     out = empty_output(q, features)
