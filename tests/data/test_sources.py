@@ -93,7 +93,7 @@ def test_a_plain_file_with_a_compressed_name_is_corrupt(tmp_path: Path, suffix: 
 
 @pytest.mark.parametrize("suffix", PACK)
 def test_an_empty_text_is_refused(tmp_path: Path, suffix: str) -> None:
-    with pytest.raises(UserError, match=rf"text{suffix} is empty; expected text"):
+    with pytest.raises(UserError, match=rf"text{suffix} is empty; give a file of text"):
         list(read_chunks(write(tmp_path, b"", suffix)))
 
 

@@ -59,7 +59,9 @@ def read_text(config: HuggingFaceConfig, tokenizer: Any) -> TokenText:
             with config.text.open(encoding="utf-8", errors=errors, newline="") as file:
                 text = file.read(characters)
         except OSError as error:
-            raise UserError(f"cannot read {config.text}: {error.strerror}") from error
+            raise UserError(
+                f"cannot read {config.text}: {error.strerror}; give a readable text with --text"
+            ) from error
         found = tokenize_bytes(text) if tokenizer is None else tokenize(tokenizer, text)
         if len(found.ids) > config.tokens or len(text) < characters:
             break

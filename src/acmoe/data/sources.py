@@ -32,7 +32,7 @@ def describe_source(split: str, path: Path) -> SourceRecord:
     try:
         digest = sha256_of(path)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        raise UserError(f"cannot read {path}: {error.strerror}; give a readable file") from error
     return SourceRecord(split=split, file=path.name, bytes=path.stat().st_size, sha256=digest)
 
 
@@ -71,8 +71,9 @@ def read_chunks(
             f"{path} is corrupt after {offset:,} bytes of text ({error}); fetch the file again"
         ) from error
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    check(offset > 0, f"{path} is empty; expected text")
+        reason = error.strerror or error
+        raise UserError(f"cannot read {path}: {reason}; give a readable file") from error
+    check(offset > 0, f"{path} is empty; give a file of text")
 
 
 def read_lines(

@@ -176,6 +176,12 @@ def _reading(folder: Path) -> Iterator[None]:
         yield
     except CheckpointException as failed:
         rank, (error, _) = min(failed.failures.items())
-        raise UserError(f"{folder} cannot be read (rank {rank}: {first_line(error)})") from error
+        raise UserError(
+            f"{folder} cannot be read (rank {rank}: {first_line(error)}); restore it from a copy, "
+            "or use another checkpoint"
+        ) from error
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{folder} is damaged ({first_line(error)})") from error
+        raise UserError(
+            f"{folder} is damaged ({first_line(error)}); restore it from a copy, or use another "
+            "checkpoint"
+        ) from error

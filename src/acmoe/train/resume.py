@@ -74,7 +74,7 @@ def read_latest(
             cause = error.__cause__
             if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
                 raise UserError(
-                    f"{folder} cannot be read ({cause}); nothing was changed"
+                    f"{folder} cannot be read ({cause}); make it readable, nothing was changed"
                 ) from cause
             earlier = checkpoints(store.folder)[:-1]
             check(

@@ -101,10 +101,10 @@ def test_a_saved_vocabulary_is_the_same_after_loading(
         ('{"kind": "words"}', "is no vocabulary .'symbols'"),
         ('{"kind": "words", "symbols": ["a", "<unk>"]}', "first word of a vocabulary must be <eos"),
         ('{"kind": "words", "symbols": ["<eos>", "a"]}', "must hold <unk>"),
-        ('{"kind": "words", "symbols": ["<eos>", "<unk>", "a", "a"]}', "must not repeat"),
+        ('{"kind": "words", "symbols": ["<eos>", "<unk>", "a", "a"]}', "holds .a. twice"),
         ('{"kind": "bytes", "symbols": [3, 2]}', "ascending"),
         ('{"kind": "bytes", "symbols": [256]}', "is no vocabulary"),
-        ('{"kind": "letters", "symbols": []}', "kind 'letters' is not known"),
+        ('{"kind": "letters", "symbols": []}', "kind .letters. is neither words nor bytes"),
     ],
 )
 def test_a_damaged_vocabulary_file_is_refused(tmp_path: Path, content: str, message: str) -> None:

@@ -102,7 +102,7 @@ def _class_folders(folder: Path) -> tuple[list[str], list[str]]:
         with os.scandir(folder) as found:
             entries = [entry for entry in found if not entry.name.startswith(".")]
     except OSError as error:
-        raise UserError(f"cannot list {folder}: {error.strerror}") from error
+        raise UserError(f"cannot list {folder}: {error.strerror}; make it readable") from error
     names = sorted(entry.name for entry in entries if entry.is_dir())
     loose = [
         entry.path
@@ -134,7 +134,7 @@ def _images_below(folder: Path | str, others: list[str]) -> Iterator[str]:
         with os.scandir(folder) as found:
             entries = [entry for entry in found if not entry.name.startswith(".")]
     except OSError as error:
-        raise UserError(f"cannot list {folder}: {error.strerror}") from error
+        raise UserError(f"cannot list {folder}: {error.strerror}; make it readable") from error
     for entry in entries:
         if entry.is_dir():
             if entry.is_symlink():

@@ -74,7 +74,7 @@ def _column(rows: Any, names: tuple[str, ...], title: str, what: str) -> str:
     if found is None:
         raise UserError(
             f"{title} has columns {', '.join(columns)}; none is known to hold {what} "
-            f"({', '.join(names)})"
+            f"({', '.join(names)}): choose another set, or rename the column in a copy of it"
         )
     return found
 

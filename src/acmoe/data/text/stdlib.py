@@ -44,7 +44,7 @@ def read_stdlib(root: Path | None, progress: Progress) -> list[SourceFile]:
         try:
             files.append(SourceFile(name, order, path.read_bytes()))
         except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from error
+            raise UserError(f"cannot read {path}: {error.strerror}; {advice}") from error
         progress("standard library", done, len(paths))
     total = sum(len(file.data) for file in files)
     check(

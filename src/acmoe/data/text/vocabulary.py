@@ -1,6 +1,7 @@
 """Vocabularies that map text to token ids and back, at word level and at byte level."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,9 +29,14 @@ class WordVocabulary:
 
     def __post_init__(self) -> None:
         first = self.symbols[:1]
-        check(first == (EOS,), f"the first word of a vocabulary must be {EOS}, not {first}")
+        check(
+            first == (EOS,),
+            f"the first word of a vocabulary must be {EOS}, not {first}; put it there",
+        )
         check(UNK in self.ids, f"a word vocabulary must hold {UNK}; add it")
-        check(len(self.ids) == len(self.symbols), "a word vocabulary must not repeat a word")
+        if len(self.ids) < len(self.symbols):
+            twice = Counter(self.symbols).most_common(1)[0][0]
+            raise UserError(f"a word vocabulary holds {twice!r} twice; give each word once")
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -77,7 +83,8 @@ class ByteVocabulary:
     def __post_init__(self) -> None:
         check(
             len(self.values) > 0 and list(self.values) == sorted(set(self.values)),
-            "a byte vocabulary must be ascending byte values without repeats",
+            f"a byte vocabulary has the values {list(self.values)}; give ascending byte values "
+            "without repeats",
         )
 
     @property
@@ -154,7 +161,11 @@ def load_vocabulary(path: Path) -> Vocabulary:
         if data["kind"] == "bytes":
             return ByteVocabulary(bytes(data["symbols"]))
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        raise UserError(
+            f"cannot read {path}: {error.strerror}; give the file of a prepared corpus or of a run"
+        ) from error
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is no vocabulary ({error}); prepare the corpus again") from error
-    raise UserError(f"{path}: kind {data['kind']!r} is not known; expected words or bytes")
+    raise UserError(
+        f"{path}: kind {data['kind']!r} is neither words nor bytes; prepare the corpus again"
+    )

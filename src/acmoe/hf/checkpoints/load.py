@@ -131,4 +131,7 @@ def _attempt(folder: Path, load: Any) -> Any:
     except READ_ERRORS as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{folder} cannot be read: {first_line(error)}") from error
+        raise UserError(
+            f"{folder} cannot be read: {first_line(error)}; give a folder that save_pretrained "
+            "wrote, or download it again"
+        ) from error

@@ -150,7 +150,7 @@ def _head(checkpoint: Path, dim: int, classes: int, config: FinetuneConfig) -> n
     tensors, _ = CheckpointStore(checkpoint.parent, keep=1).read(checkpoint)
     stored = {key.removeprefix("head/"): v for key, v in tensors.items() if key[:5] == "head/"}
     bad = first_nonfinite(stored)
-    check(bad is None, f"{checkpoint / TENSORS}: head {bad}; this model cannot be used")
+    check(bad is None, f"{checkpoint / TENSORS}: head {bad}; finetune again, into another folder")
     head = classification_head(dim, classes, config.form, config.dropout)
     head.load_state_dict(stored)
     return head

@@ -158,7 +158,7 @@ def row(model: Model, gpus: int, machine: Machine) -> Row:
     """Return the traffic of a model on `gpus` GPUs; the tokens of each GPU stay the same number."""
     check(
         gpus >= model.least and gpus % model.least == 0,
-        f"{gpus} GPUs: {model.name} is laid out in multiples of {model.least}",
+        f"{gpus} GPUs: {model.name} is laid out in multiples of {model.least}; give one of these",
     )
     ranks = gpus // model.stages  # processes that see tokens of their own and hold the same layers
     dense = (model.parameters - model.expert_parameters) / model.stages

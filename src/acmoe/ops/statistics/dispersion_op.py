@@ -61,7 +61,8 @@ def check_kernel_input(
 def check_kernel_dtype(x: Tensor) -> None:
     check(
         x.dtype in KERNEL_DTYPES,
-        f"x has dtype {x.dtype}; the kernels take bfloat16, float16 and float32",
+        f"x has dtype {x.dtype}; pass bfloat16, float16 or float32, or run the definition, "
+        "acmoe.ops.dispatch.use_backend('torch')",
     )
 
 

@@ -110,7 +110,7 @@ def bench_layer(
     device = pick_device(config.device)
     check(
         not config.graph or device.type == "cuda",
-        f"graph=True captures CUDA graphs; device={device} has none",
+        f"graph=True captures CUDA graphs; device={device} has none: leave it out",
     )
     implementations = implementations or find_implementations(config.rivals)
     rows: list[LayerRow] = []

@@ -111,7 +111,8 @@ def bench_router(config: RouterBenchConfig, *, command: str = "", say: Say = sil
     device = pick_device(config.device)
     check(
         device.type == "cuda" or not (config.graph or config.compile),
-        f"graph and compile are measured on CUDA; device={device} is none",
+        f"graph={config.graph} and compile={config.compile} are measured on CUDA, not on "
+        f"device={device}; leave both out",
     )
     rows: list[RouterRow] = []
     for shape in find_shapes(config.shapes, device, config.tokens):

@@ -75,7 +75,10 @@ class Found(NamedTuple):
 def bench_tune(config: TuneConfig, *, command: str = "", say: Say = silent) -> Report:
     """Tune all kernels of all shapes, and write each kernel's winner as soon as it is known."""
     device = pick_device(config.device)
-    check(device.type == "cuda", f"tuning times kernels on CUDA; device={device} has none")
+    check(
+        device.type == "cuda",
+        f"device={device} has no CUDA kernels to time; tune on a machine with an NVIDIA GPU",
+    )
     shapes = find_shapes(config.shapes, device)
     loaded = [shape.name for shape in shapes if shape.load]
     check(
@@ -238,7 +241,10 @@ def rank(
             continue
         if right:
             actions[str(index)] = partial(_run, kernel, one, call)
-    check(bool(actions), f"no candidate of kernel {kernel!r} runs on {device}")
+    check(
+        bool(actions),
+        f"no candidate of kernel {kernel!r} runs on {device}; leave it out of --kernels",
+    )
     times = timings(interleave(actions, rounds=repeat, clock=clock_for(device)))
     found = [Found(tried[int(index)], time.median) for index, time in times.items()]
     return sorted(found, key=lambda one: one.ms)
