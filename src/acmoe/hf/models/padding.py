@@ -34,19 +34,7 @@ def token_mask(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int
         not input_ids.is_floating_point(),
         f"input_ids are {input_ids.dtype}; pass whole numbers (input_ids.long())",
     )
-    mask_BL: Tensor | None = None
-    if attention_mask is not None:
-        check(
-            attention_mask.dim() == 2,
-            f"attention_mask has shape {tuple(attention_mask.shape)}; pass (sequences, length): "
-            "masks of pairs of positions are not supported",
-        )
-        mask_BL = attention_mask[:, -input_ids.shape[1] :].bool()
-        check(
-            mask_BL.shape == input_ids.shape,
-            f"attention_mask has shape {tuple(attention_mask.shape)} and input_ids "
-            f"{tuple(input_ids.shape)}; give one entry per position",
-        )
+    mask_BL = None if attention_mask is None else _newest(attention_mask, input_ids)
     real_BL = input_ids != vocab_size
     if mask_BL is None and torch.compiler.is_compiling():
         check_all(
@@ -64,6 +52,22 @@ def token_mask(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int
     # has just waited for the device.
     fix = "pad before the first token of a text or after its last"
     check_one_run(mask_BL.cpu(), "attention_mask", fix)
+    return mask_BL
+
+
+def _newest(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
+    """Return the part (B, L) of an attention mask (B, N) for the new positions."""
+    check(
+        attention_mask.dim() == 2,
+        f"attention_mask has shape {tuple(attention_mask.shape)}; pass (sequences, length): "
+        "masks of pairs of positions are not supported",
+    )
+    mask_BL = attention_mask[:, -input_ids.shape[1] :].bool()
+    check(
+        mask_BL.shape == input_ids.shape,
+        f"attention_mask has shape {tuple(attention_mask.shape)} and input_ids "
+        f"{tuple(input_ids.shape)}; give one entry per position",
+    )
     return mask_BL
 
 
