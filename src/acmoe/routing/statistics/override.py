@@ -46,27 +46,33 @@ def override_statistics(model: nn.Module, **changes: Any) -> Iterator[None]:
         )
     try:
         for module, name, config in found:
-            changed = config.overridden(**changes)
-            check(
-                changed.reads == config.reads,
-                f"{', '.join(f'{key}={value!r}' for key, value in changes.items())} would take "
-                f"statistics of the {changed.reads} layer in a model built "
-                f"for the {config.reads} one; build it with statistics_of={changed.reads!r}",
-            )
-            check(
-                changed.measure == config.measure
-                or changed.modes.evaluation not in ("running", "prefix"),
-                f"measure={changed.measure!r} cannot be read from running averages, which were "
-                f"measured as {config.measure!r}; change the statistics too, to 'batch' or "
-                "'sequence' (eval_statistics= for an evaluation)",
-            )
-            check(
-                changed.measure == config.measure or not module.training,
-                f"measure={changed.measure!r} in training mode would enter running averages of "
-                f"{config.measure!r}; call model.eval() before",
-            )
-            setattr(module, name, changed)
+            setattr(module, name, _changed(config, changes, module.training))
         yield
     finally:
         for module, name, config in found:
             setattr(module, name, config)
+
+
+def _changed(config: AdaptiveConfig, changes: dict[str, Any], training: bool) -> AdaptiveConfig:
+    """Return the changed config; raise a UserError if a built model cannot follow the change."""
+    changed = config.overridden(**changes)
+    check(
+        changed.reads == config.reads,
+        f"{', '.join(f'{key}={value!r}' for key, value in changes.items())} would take "
+        f"statistics of the {changed.reads} layer in a model built "
+        f"for the {config.reads} one; build it with statistics_of={changed.reads!r}",
+    )
+    if changed.measure == config.measure:
+        return changed
+    check(
+        changed.modes.evaluation not in ("running", "prefix"),
+        f"measure={changed.measure!r} cannot be read from running averages, which were "
+        f"measured as {config.measure!r}; change the statistics too, to 'batch' or "
+        "'sequence' (eval_statistics= for an evaluation)",
+    )
+    check(
+        not training,
+        f"measure={changed.measure!r} in training mode would enter running averages of "
+        f"{config.measure!r}; call model.eval() before",
+    )
+    return changed
