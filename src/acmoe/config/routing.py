@@ -203,32 +203,9 @@ class AdaptiveConfig(WithMovedFields):
             "use statistics_of='current'",
         )
         if "prefix" in self.modes:
-            check(
-                self.measure in ("mad", "variance", "std"),
-                f"measure={self.measure!r} has no causal form of bounded memory; with "
-                "statistics='prefix' choose one of mad, variance, std",
-            )
-            check(
-                self.normalize == "cluster",
-                f"normalize={self.normalize!r} compares clusters, of which a token in "
-                "statistics='prefix' reads only its own; use normalize='cluster'",
-            )
-            check(
-                self.mean_over == "all",
-                f"mean_over={self.mean_over!r} counts clusters, of which a token in "
-                "statistics='prefix' reads only its own; use mean_over='all'",
-            )
+            self._check_prefix()
         if self.statistics_group == "global":
-            check(
-                self.measure in ("mad", "variance", "std"),
-                f"measure={self.measure!r} needs all tokens sorted in one process; with "
-                "statistics_group='global' choose one of mad, variance, std, or use 'pooled'",
-            )
-            check(
-                self.detach,
-                "detach=False needs a gradient through the exchange between processes, which "
-                "statistics_group='global' has not; use 'pooled'",
-            )
+            self._check_global()
         check(
             self.floor > 0 or self.eps > 0,
             "floor=0 and eps=0 divide by a zero dispersion; make one of them positive",
@@ -236,6 +213,35 @@ class AdaptiveConfig(WithMovedFields):
         check(
             self.min_tokens > 0 or self.eps > 0,
             "min_tokens=0 takes 1/s of empty clusters; it needs eps > 0",
+        )
+
+    def _check_prefix(self) -> None:
+        check(
+            self.measure in ("mad", "variance", "std"),
+            f"measure={self.measure!r} has no causal form of bounded memory; with "
+            "statistics='prefix' choose one of mad, variance, std",
+        )
+        check(
+            self.normalize == "cluster",
+            f"normalize={self.normalize!r} compares clusters, of which a token in "
+            "statistics='prefix' reads only its own; use normalize='cluster'",
+        )
+        check(
+            self.mean_over == "all",
+            f"mean_over={self.mean_over!r} counts clusters, of which a token in "
+            "statistics='prefix' reads only its own; use mean_over='all'",
+        )
+
+    def _check_global(self) -> None:
+        check(
+            self.measure in ("mad", "variance", "std"),
+            f"measure={self.measure!r} needs all tokens sorted in one process; with "
+            "statistics_group='global' choose one of mad, variance, std, or use 'pooled'",
+        )
+        check(
+            self.detach,
+            "detach=False needs a gradient through the exchange between processes, which "
+            "statistics_group='global' has not; use 'pooled'",
         )
 
     @cached_property
