@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from compared_runs import furthest
 from loops import DIM, EXPERTS, build, data, train
 from ranks import in_ranks
 from torch.nn.parallel import DistributedDataParallel
@@ -17,10 +18,6 @@ from acmoe.ops.statistics.dispersion import dispersion
 from acmoe.ops.statistics.over_ranks import dispersion_over_ranks
 
 GLOBAL = acmoe.AdaptiveConfig(statistics_group="global")
-
-
-def largest(a: list[float], b: list[float]) -> float:
-    return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
 def many(rank: int) -> dict[str, Any]:
@@ -135,7 +132,7 @@ def test_global_statistics_equal_one_process(two: list[dict[str, Any]], name: st
     }
     losses = None if name == "lossfree" else acmoe.LossConfig(balance=0.1)
     alone = train(0, "none", routers.get(name, "adaptive"), losses=losses)
-    assert largest(two[0][name]["losses"], alone["losses"]) < 1e-12
+    assert furthest(two[0][name]["losses"], alone["losses"]) < 1e-12
     for found, expected in zip(two[0][name]["buffers"], alone["buffers"], strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)  # float32 averages
 

@@ -209,3 +209,9 @@ def compare(
     for one, other, tolerance in zip(grads, exact_grads, tolerances, strict=False):
         assert (one - other).abs().max() < tolerance * other.abs().max()
     return found
+
+
+def split(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x * scale as two bf16 numbers, as the assembly of the Hopper kernels computes them."""
+    high = (x.float() * scale).bfloat16()
+    return high, (x.double() * scale.double() - high.double()).float().bfloat16()

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import pytest
 import torch
-from generation_cases import VOCAB, draw, trained
+from tiny_decoder import VOCAB, draw, trained
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 

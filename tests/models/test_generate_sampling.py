@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from generation_cases import VOCAB, draw, trained
+from tiny_decoder import VOCAB, draw, trained
 
 from acmoe.errors import NonFiniteError, UserError
 from acmoe.models.text.generate import keep_likely, sample

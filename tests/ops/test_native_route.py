@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from two_of_three import EMBEDDING_ED, OPTIONS, X_TD, check_by_hand, kernel_of
 
 from acmoe import MoE
 from acmoe.ops.dispatch import record_choices
@@ -19,13 +20,6 @@ from acmoe.ops.native.library import missing
 from acmoe.ops.route import Route, ScaledTokens, native, route
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no C kernels here: {missing()}")
-OPTIONS: dict[str, Any] = {"top_k": 2, "over_selected": True}
-
-
-def kernel_of(tokens: ScaledTokens, embedding: Tensor, *rest: Any, **options: Any) -> str:
-    with record_choices() as choices:
-        route(tokens, embedding, *(rest or (None,)), **{**OPTIONS, **options})
-    return choices[0].kernel
 
 
 def case(
@@ -67,27 +61,18 @@ def by_loops(
 
 
 def test_experts_are_ranked_and_their_gates_sum_to_one() -> None:
-    x_TD = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
-    embedding_ED = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]])
-    assert kernel_of(ScaledTokens(x_TD), embedding_ED) == "native"
-    found = route(ScaledTokens(x_TD), embedding_ED, None, **OPTIONS)
-    assert found.affinity.tolist() == [[1, 2, -3], [3, 0, -3]]
-    assert found.expert_ids.tolist() == [[1, 0], [0, 1]]
-    assert found.first.tolist() == [1, 0]
-    first = [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-3))]
-    gate = torch.tensor([[first[0], 1 - first[0]], [first[1], 1 - first[1]]])
-    torch.testing.assert_close(found.gate, gate)
-    assert found.gate_sum is None and found.load is None and found.x is x_TD
+    assert kernel_of(ScaledTokens(X_TD), EMBEDDING_ED) == "native"
+    check_by_hand()
     # M = diag(1, 3) for the second token alone: its affinities are 3 and 0 as before, and for the
     # first, whose cluster is -1, nothing changes.
     scale_CD = torch.tensor([[9.0, 9.0], [1.0, 3.0]])
-    tokens = ScaledTokens(x_TD, scale_CD, torch.tensor([-1, 1]))
-    assert route(tokens, embedding_ED, None, **OPTIONS).affinity.tolist() == [
+    tokens = ScaledTokens(X_TD, scale_CD, torch.tensor([-1, 1]))
+    assert route(tokens, EMBEDDING_ED, None, **OPTIONS).affinity.tolist() == [
         [1, 2, -3],
         [3, 0, -3],
     ]
-    tokens = ScaledTokens(x_TD, scale_CD, torch.tensor([1, 1]))
-    assert route(tokens, embedding_ED, None, **OPTIONS).affinity[0].tolist() == [1, 6, -7]
+    tokens = ScaledTokens(X_TD, scale_CD, torch.tensor([1, 1]))
+    assert route(tokens, EMBEDDING_ED, None, **OPTIONS).affinity[0].tolist() == [1, 6, -7]
 
 
 @given(

@@ -5,11 +5,11 @@ Shapes: B streams, H heads, L queries, S keys before them, N = S + L, W span, P 
 
 import itertools
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from attention_cases import with_gradients
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,12 +62,6 @@ def draw(
     rows = (*lead, L, features), (*lead, S + L, features), (*lead, S + L, features)
     sizes = (*rows, (features, W), (*lead, L, features))
     return [torch.randn(size, generator=generator).to(device, torch.bfloat16) for size in sizes]
-
-
-def with_gradients(form: Any, tensors: Sequence[Tensor], upstream: Tensor, **options: Any) -> Any:
-    q, k, v, table = leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
-    out = form(q, k, v, positions=table, **options)
-    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
 # Memory as long as a window, shorter, and none; queries that fill no tile.

@@ -9,19 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from route_cases import fused_route
+from route_cases import fused_route, split
 
 from slow_cases import mostly_slow
 
 pytest.importorskip("triton.experimental.gluon")
 
 T, D, E, C = 150, 192, 304, 5
-
-
-def split(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the kernel's assembly does: x * scale as two bf16 numbers."""
-    high = (x.float() * scale).bfloat16()
-    return high, (x.double() * scale.double() - high.double()).float().bfloat16()
 
 
 @pytest.fixture

@@ -8,19 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from route_cases import Route, check_zero_loss, fused_route, route_reference
+from route_cases import Route, check_zero_loss, fused_route, route_reference, split
 from torch import Tensor
 
 pytest.importorskip("triton.experimental.gluon")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 T, D, C = 150, 192, 5
-
-
-def split(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the kernel's assembly does: x * scale as two bf16 numbers."""
-    high = (x.float() * scale).bfloat16()
-    return high, (x.double() * scale.double() - high.double()).float().bfloat16()
 
 
 @pytest.fixture(autouse=True)
