@@ -96,13 +96,18 @@ def _has_classes(folder: Path) -> bool:
     return any(entry.is_dir() for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
-def _class_folders(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the sorted names of the class folders, and the image files that lie beside them."""
+def _listed(folder: Path | str) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder that are not hidden."""
     try:
         with os.scandir(folder) as found:
-            entries = [entry for entry in found if not entry.name.startswith(".")]
+            return [entry for entry in found if not entry.name.startswith(".")]
     except OSError as error:
         raise UserError(f"cannot list {folder}: {error.strerror}; make it readable") from error
+
+
+def _class_folders(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the sorted names of the class folders, and the image files that lie beside them."""
+    entries = _listed(folder)
     names = sorted(entry.name for entry in entries if entry.is_dir())
     loose = [
         entry.path
@@ -130,12 +135,7 @@ def _image_files(folder: Path, others: list[str]) -> list[str]:
 
 def _images_below(folder: Path | str, others: list[str]) -> Iterator[str]:
     """Yield the image files below a folder; hidden files and folders are left out."""
-    try:
-        with os.scandir(folder) as found:
-            entries = [entry for entry in found if not entry.name.startswith(".")]
-    except OSError as error:
-        raise UserError(f"cannot list {folder}: {error.strerror}; make it readable") from error
-    for entry in entries:
+    for entry in _listed(folder):
         if entry.is_dir():
             if entry.is_symlink():
                 _check_no_circle(entry.path)
