@@ -6,7 +6,6 @@ answer, and a line for each of the long runs), `evidence` (table, figure and lis
 runs).
 """
 
-import os
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -29,7 +28,7 @@ from acmoe.lab.study.evidence.words import (
     where_text,
 )
 from acmoe.lab.study.results.markdown import table
-from acmoe.lab.study.results.page import markers, write_page
+from acmoe.lab.study.results.page import markers, shown_figures, write_page
 from acmoe.lab.study.results.records import Record, read_results
 
 SECTION, HEADLINE, SHORT, RUNS = "evidence", "evidence-headline", "evidence-short", "runs"
@@ -77,11 +76,7 @@ def write_evidence(page: Path, records: Path, images: Path) -> list[Path]:
     figures: tuple[Path, ...] = ()
     if SECTION in sections:
         figures = save_effects(rows, images)
-    shown = [
-        Path(os.path.relpath(figure, page.parent)).as_posix()
-        for figure in figures
-        if figure.suffix == ".svg"
-    ]
+    shown = shown_figures(figures, page)
     contents = {
         HEADLINE: lambda: f"**{answer(rows)}** {headline(rows)}\n\n{long_runs(rows)}",
         SECTION: lambda: evidence_markdown(rows, shown),

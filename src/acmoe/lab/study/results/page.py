@@ -1,5 +1,7 @@
 """A Markdown page with a section for each study; only the text between its markers is replaced."""
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from acmoe.errors import UserError
@@ -29,3 +31,12 @@ def with_section(path: Path, name: str, content: str) -> str:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give a page with --page") from error
     return replace_between(text, *markers(name), content, page=str(path))
+
+
+def shown_figures(figures: Iterable[Path], page: Path) -> list[str]:
+    """Return the places of the figures that the page shows (SVG), relative to the page."""
+    return [
+        Path(os.path.relpath(figure, page.parent)).as_posix()
+        for figure in figures
+        if figure.suffix == ".svg"
+    ]

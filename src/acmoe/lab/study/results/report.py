@@ -1,12 +1,11 @@
 """`acmoe study --summarise`: write tables and figures; equal results give equal bytes."""
 
-import os
 import re
 from pathlib import Path
 from statistics import fmean, stdev
 
 from acmoe.lab.study.results.difference_curves import difference_curve
-from acmoe.lab.study.results.page import with_section, write_page
+from acmoe.lab.study.results.page import shown_figures, with_section, write_page
 from acmoe.lab.study.results.plots import (
     Band,
     Bar,
@@ -26,11 +25,7 @@ def report(study: Study, results: Path, page: Path, images: Path) -> list[Path]:
     summary = summarise(study, read_results(results))
     with_section(page, study.name, "")  # raises where the page is no such page, before any drawing
     figures = draw(summary, images)
-    shown = [
-        Path(os.path.relpath(figure, page.parent)).as_posix()
-        for figure in figures
-        if figure.suffix == ".svg"
-    ]
+    shown = shown_figures(figures, page)
     write_page(page, study.name, study_markdown(summary, shown))
     return [page, *figures]
 
