@@ -118,7 +118,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 def _launch_known(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
-    """Launch by the compiled kernel if it is known, else by Triton, and keep it."""
+    """Launch the compiled kernel that is kept for this kind of call.
+
+    If none is kept, launch by Triton and keep the compiled kernel.
+    """
     driver = triton.runtime.driver.active
     device = driver.get_current_device()
     kinds = [

@@ -133,7 +133,7 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 
 def _fills(tensor: Tensor) -> bool:
-    """Return True if a tensor is all of its memory."""
+    """Return True if a tensor covers its whole storage."""
     size = tensor.numel() * tensor.element_size()
     return tensor.storage_offset() == 0 and size == tensor.untyped_storage().nbytes()
 
@@ -151,7 +151,8 @@ class Memory:
         self.slots: dict[StorageWeakRef, int] = {}  # slot of each other memory
         self.num_bytes: list[int] = []  # size of each other memory
         addresses = [pointer for found in self.given.values() for _, pointer in found]
-        self.lost = len(set(addresses)) < len(addresses)  # a tensor was given twice
+        # True: an address could belong to several tensors, so that the call cannot be repeated.
+        self.lost = len(set(addresses)) < len(addresses)
 
     def traced(self, value: Any) -> Any:
         """Return a value as a step keeps it: a `Pointer` or `Descriptor` for memory."""
@@ -166,8 +167,10 @@ class Memory:
         return Descriptor(pointer, made, value.base.dtype)
 
     def operand(self, tensor: Tensor) -> Operand:
-        """Return a tensor as a computation keeps it: a whole tensor of the call, or all of other
-        memory."""
+        """Return a tensor as a computation keeps it.
+
+        It must be a whole tensor of the call, or cover its whole storage; otherwise set `lost`.
+        """
         pointer = self._pointer(tensor)
         found = Operand(pointer, _layout(tensor))
         given = isinstance(pointer, Pointer) and pointer.slot < self.num_given

@@ -1,4 +1,4 @@
-"""Repeat the launches of a call with other tensors, for calls so small that the host is slower.
+"""Repeat the launches of a call with other tensors, which shortens the host's part of small calls.
 
 `taped(run, tensors, settings)` returns run(*tensors, *settings). The first call of a kind records
 what `run` allocates and launches (recording.py); later calls of the same kind repeat that

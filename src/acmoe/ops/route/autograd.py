@@ -46,7 +46,10 @@ def route_op(
 
 
 def _launched(*inputs: Any, **options: Any) -> tuple[Tensor, ...]:
-    """Return the results of `route_op` for its arguments; options: of `route` (triton/route.py)."""
+    """Return the results of `route_op`.
+
+    inputs: its arguments; options: further arguments of `route` (triton/route.py).
+    """
     from acmoe.ops.route.triton.few_tokens import in_ranges
     from acmoe.ops.route.triton.route import in_one_kernel, route
     from acmoe.ops.route.triton.tokens import Tokens
