@@ -82,6 +82,7 @@ def test_a_reset_layer_has_the_values_of_one_built_with_the_same_seed(name: str)
     found = emptied(found)
     torch.manual_seed(0)
     reset(found)
+    assert tensors(found).keys() == wanted.keys()
     for key, value in tensors(found).items():
         assert torch.equal(value, wanted[key]), key
 
@@ -96,6 +97,7 @@ def test_a_reset_soft_layer_and_a_stable_router_have_their_values_too() -> None:
     found = emptied(soft())
     torch.manual_seed(0)
     reset(found)
+    assert tensors(found).keys() == wanted.keys()
     for key, value in tensors(found).items():
         assert torch.equal(value, wanted[key]), key
     stable = emptied(
@@ -124,6 +126,7 @@ def test_a_reset_model_is_distributed_as_a_new_one(name: str) -> None:
     found = emptied(found)
     torch.manual_seed(0)
     reset(found)
+    assert tensors(found).keys() == wanted.keys()
     for key, value in tensors(found).items():
         other = wanted[key]
         if other.numel() < 2 or other.float().std() == 0 or not other.is_floating_point():

@@ -80,6 +80,7 @@ def test_the_conditions_of_a_setting_differ_in_the_router_alone(name):
 def test_adaptive_conditions_wrap_the_gate_they_are_compared_with():
     for cells in (cells_of("bytes"), cells_of("words"), cells_of("vision")):
         routers = {(cell.setting, cell.condition): cell.config.model.router for cell in cells}
+        assert any(condition.startswith("adaptive") for _, condition in routers)
         for (setting, condition), router in routers.items():
             if isinstance(router, AdaptiveConfig) and condition.startswith("adaptive"):
                 assert router.base == routers[setting, "smoe"]
