@@ -145,6 +145,18 @@ def prefix_scale_case(draw: Draw) -> Case:
     return Case(args, {"measure": "std"}, (), 1e-4)
 
 
+def rescaled_case(draw: Draw) -> Case:
+    """Rows 1 and 2 are shrunk, before and after they are rescaled."""
+    x = draw.normal(19, 20)
+    x[1] *= 1e12
+    x[2] *= 1e9
+    scale = draw.normal(5, 20).exp()
+    scale[3] *= 1e6
+    assignment = draw.ids(-1, 5, 19)
+    assignment[2] = 3
+    return Case((x.requires_grad_(), scale, assignment), {}, (x,), 1e-5)
+
+
 def mixed_case(draw: Draw) -> Case:
     args = (draw.normal(5, 20).exp(), draw.ids(-1, 5, 37, 3), draw.normal(37, 3).softmax(-1))
     return Case(args, {}, (), 1e-6)
@@ -254,6 +266,7 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "measure_prefix_scale": prefix_scale_case,
     "theorem_weights": theorem_case,
     "mixed_scale": mixed_case,
+    "rescaled_tokens": rescaled_case,
     "add_batch": batch_case,
     "update_average": average_case,
     "update_average_and_scale": average_and_scale_case,

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from acmoe.ops.checks import host_may_read
 
+BOUND = 2.0**32  # of float32
+
 
 def bounded(x_XD: Tensor) -> Tensor:
     """Return x; a row whose largest absolute value exceeds the bound is shrunk to it.

@@ -38,6 +38,7 @@ from acmoe.ops.experts.settings.tables import user_table
 from acmoe.ops.map_attention import map_attention
 from acmoe.ops.norm import add_norm, add_norm_twice
 from acmoe.ops.route import ScaledTokens, route
+from acmoe.ops.route.rescaled import rescaled_tokens
 from acmoe.ops.sort import Rows, sort_rows
 from acmoe.ops.statistics.mixed_scale import mixed_scale
 from acmoe.ops.statistics.op import measure_dispersion, measure_scale
@@ -108,6 +109,7 @@ def _layer(x: Tensor, shape: Shape) -> Iterator[Choice]:
     yield from _ask(
         route, ScaledTokens(x), embedding_ED, None, top_k=shape.top_k, over_selected=True
     )
+    yield from _ask(rescaled_tokens, x, None, None)
     yield from _ask(sort_rows, expert_ids, shape.num_experts)
     experts: dict[str, Any] = {"activation": shape.activation, "complete": True}
     yield from _ask(expert_mlp, x, weights, rows, gate, **experts)

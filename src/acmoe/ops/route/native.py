@@ -24,7 +24,8 @@ from acmoe.ops.native.library import (
 from acmoe.ops.native.library import unsupported as not_native
 from acmoe.ops.once import apply, as_saved
 from acmoe.ops.route.reference import Route, check_route, route
-from acmoe.ops.route.tokens import ScaledTokens, rows_of
+from acmoe.ops.route.rescaled import rows_of
+from acmoe.ops.route.tokens import ScaledTokens
 
 # One thread takes less time than torch's calls up to these numbers of products T * E * D, without
 # gradients and with them, and up to this number of weights E * D: it packs them in each call.

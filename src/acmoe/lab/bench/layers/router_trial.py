@@ -22,7 +22,7 @@ from acmoe.lab.bench.implementations.weights import (
     draw_weights,
 )
 from acmoe.lab.bench.shapes import Shape
-from acmoe.ops.route.tokens import rows_of
+from acmoe.ops.route.rescaled import rows_of
 from acmoe.ops.sort import sort_rows
 from acmoe.ops.sort.order import no_order, worth_sorting
 from acmoe.ops.statistics.prefix import PrefixMoments

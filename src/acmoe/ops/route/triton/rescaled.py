@@ -1,0 +1,120 @@
+"""Rescaled tokens in float32, and the gradient of the tokens: the Triton form of ../rescaled.py.
+
+A program holds whole rows, because a row whose largest value exceeds the bound is shrunk to it,
+before and after it is rescaled. Its two factors are kept for the backward; they are 1 for any token
+of ordinary size. Memory traffic: x read once, 4 T D bytes written; the backward reads these and
+writes as many bytes as x has.
+
+T tokens, D features, C clusters.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from acmoe.ops.bounded import BOUND
+from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
+
+_ELEMENTS = 2048  # of a program, at least
+
+
+def rescale_rows(
+    x_TD: Tensor, scale_CD: Tensor | None, assignment_T: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return x * scale (T, D) in float32, and the factors (2, T) by which rows were shrunk.
+
+    scale: None for a scale of one.
+    """
+    y_TD = x_TD.new_empty(x_TD.shape, dtype=torch.float32)
+    factor_2T = y_TD.new_empty(2, x_TD.shape[0])
+    _launch(_rescale_kernel, x_TD, scale_CD, assignment_T, factor_2T, y_TD)
+    return y_TD, factor_2T
+
+
+def rescale_gradient(
+    grad_TD: Tensor,
+    scale_CD: Tensor | None,
+    assignment_T: Tensor | None,
+    factor_2T: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the gradient of x (T, D) in its dtype."""
+    out_TD = grad_TD.new_empty(grad_TD.shape, dtype=dtype)
+    _launch(_gradient_kernel, grad_TD, scale_CD, assignment_T, factor_2T, out_TD)
+    return out_TD
+
+
+def _launch(
+    kernel: object,
+    rows_TD: Tensor,
+    scale_CD: Tensor | None,
+    assignment_T: Tensor | None,
+    *rest: Tensor,
+) -> None:
+    T, D = rows_TD.shape
+    width = next_power_of_2(D)
+    rows = max(1, _ELEMENTS // width)
+    scale = rows_TD if scale_CD is None else scale_CD
+    cluster = rows_TD if assignment_T is None else assignment_T
+    launch(
+        kernel, (cdiv(T, rows),), rows_TD, scale, cluster, *rest, T, D, scale.shape[0],
+        HAS_SCALE=scale_CD is not None, BOUND=BOUND, BT=rows, BD=width,
+        num_warps=min(16, max(4, width // 512)),
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_scale(scale_ptr, assignment_ptr, t, d, T, D, C, HAS_SCALE: tl.constexpr):
+    """Load the scales (BT, BD) of rows; ones for a token in no cluster, or without a scale."""
+    if not HAS_SCALE:
+        return tl.full((t.shape[0], d.shape[0]), 1.0, dtype=tl.float32)
+    cluster = tl.load(assignment_ptr + t, mask=t < T, other=-1)
+    known = ((cluster >= 0) & (cluster < C))[:, None] & (d[None, :] < D)
+    return tl.load(scale_ptr + cluster[:, None].to(tl.int64) * D + d[None, :], known, other=1.0)
+
+
+@triton.jit
+def _shrinking(y, BOUND: tl.constexpr):
+    """Return the factor (BT,) by which a row is shrunk, 1 up to the bound; NaN if it holds NaN."""
+    size = tl.abs(y)
+    largest = tl.max(tl.where(size == size, size, 0.0), axis=1)
+    has_nan = tl.max((size != size).to(tl.int32), axis=1) > 0
+    factor = tl.where(largest > BOUND, BOUND / tl.maximum(largest, 1.0), 1.0)
+    return tl.where(has_nan, float("nan"), factor)
+
+
+@triton.jit
+def _rescale_kernel(
+    x_ptr, scale_ptr, assignment_ptr, factor_ptr, y_ptr, T, D, C, HAS_SCALE: tl.constexpr,
+    BOUND: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    d = tl.arange(0, BD)
+    valid = (t < T)[:, None] & (d[None, :] < D)
+    offs = t[:, None] * D + d[None, :]
+    x = tl.load(x_ptr + offs, mask=valid, other=0.0).to(tl.float32)
+    scale = _load_scale(scale_ptr, assignment_ptr, t, d, T, D, C, HAS_SCALE)
+    before = _shrinking(x, BOUND)
+    y = x * before[:, None] * scale
+    after = _shrinking(tl.where(valid, y, 0.0), BOUND)
+    tl.store(y_ptr + offs, y * after[:, None], mask=valid)
+    tl.store(factor_ptr + t, before, mask=t < T)
+    tl.store(factor_ptr + T + t, after, mask=t < T)
+
+
+@triton.jit
+def _gradient_kernel(
+    grad_ptr, scale_ptr, assignment_ptr, factor_ptr, out_ptr, T, D, C, HAS_SCALE: tl.constexpr,
+    BOUND: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    d = tl.arange(0, BD)
+    valid = (t < T)[:, None] & (d[None, :] < D)
+    offs = t[:, None] * D + d[None, :]
+    grad = tl.load(grad_ptr + offs, mask=valid, other=0.0).to(tl.float32)
+    scale = _load_scale(scale_ptr, assignment_ptr, t, d, T, D, C, HAS_SCALE)
+    before = tl.load(factor_ptr + t, mask=t < T, other=1.0)
+    after = tl.load(factor_ptr + T + t, mask=t < T, other=1.0)
+    grad = grad * after[:, None] * scale * before[:, None]
+    tl.store(out_ptr + offs, grad.to(out_ptr.dtype.element_ty), mask=valid)
