@@ -51,9 +51,12 @@ from acmoe.ops.experts.settings.gemms import PipelineConfig
 from acmoe.ops.experts.triton.tiles import Plan
 from acmoe.ops.experts.tune.calls import backward_calls
 from acmoe.ops.route.autograd import route_op
+from acmoe.ops.route.rescaled import rescaled_tokens
 from acmoe.ops.sort.op import sort_with_tokens_op
 from acmoe.ops.sort.order import TokenOrder
+from acmoe.ops.statistics.mixed_scale import mixed_scale
 from acmoe.ops.statistics.op import measure_dispersion
+from acmoe.ops.statistics.optimum import theorem_weights
 from acmoe.ops.statistics.scale_op import ScaleSettings, fused_cluster_scale
 from acmoe.ops.statistics.sorted_op import sorted_dispersion
 from acmoe.routing.statistics.step import fold_statistics
@@ -237,6 +240,15 @@ def measures() -> None:
                 read = Tokens.of(x, *how, None, None, None)
                 for totals in ("none", "balance"):
                     route(read, embedding, None, 2, True, 1.0, totals=totals)
+        use = f"rescaled tokens, {dtype}"
+        for how in ((None, None), (torch.zeros(4, 128), assignment[0])):
+            rescaled_tokens(
+                torch.zeros(64, 128, dtype=dtype).requires_grad_(), *how
+            ).sum().backward()
+    use = "scale of each token"
+    pairs = torch.zeros(64, 2, dtype=torch.int64)
+    mixed_scale(torch.zeros(4, 128), pairs, torch.zeros(64, 2))
+    theorem_weights(torch.zeros(4, 37, dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64))
     use, clusters = "many small clusters", 160
     x, cluster = bf16(32 * clusters, 1024).requires_grad_(), torch.zeros(32 * clusters).long()
     order = TokenOrder.unpack(sort_with_tokens_op(cluster[:, None], cluster, clusters)[4], clusters)

@@ -65,13 +65,18 @@ def _launch(
 
 
 @triton.jit
-def _load_scale(scale_ptr, assignment_ptr, t, d, T, D, C, HAS_SCALE: tl.constexpr):
+def _load_scale(
+    scale_ptr, assignment_ptr, t, d, T, D, C, HAS_SCALE: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
     """Load the scales (BT, BD) of rows; ones for a token in no cluster, or without a scale."""
-    if not HAS_SCALE:
-        return tl.full((t.shape[0], d.shape[0]), 1.0, dtype=tl.float32)
-    cluster = tl.load(assignment_ptr + t, mask=t < T, other=-1)
-    known = ((cluster >= 0) & (cluster < C))[:, None] & (d[None, :] < D)
-    return tl.load(scale_ptr + cluster[:, None].to(tl.int64) * D + d[None, :], known, other=1.0)
+    scale = tl.full((BT, BD), 1.0, dtype=tl.float32)
+    if HAS_SCALE:
+        cluster = tl.load(assignment_ptr + t, mask=t < T, other=-1)
+        known = ((cluster >= 0) & (cluster < C))[:, None] & (d[None, :] < D)
+        offs = cluster[:, None].to(tl.int64) * D + d[None, :]
+        scale = tl.load(scale_ptr + offs, mask=known, other=1.0)
+    return scale
 
 
 @triton.jit
@@ -94,7 +99,7 @@ def _rescale_kernel(
     valid = (t < T)[:, None] & (d[None, :] < D)
     offs = t[:, None] * D + d[None, :]
     x = tl.load(x_ptr + offs, mask=valid, other=0.0).to(tl.float32)
-    scale = _load_scale(scale_ptr, assignment_ptr, t, d, T, D, C, HAS_SCALE)
+    scale = _load_scale(scale_ptr, assignment_ptr, t, d, T, D, C, HAS_SCALE, BT, BD)
     before = _shrinking(x, BOUND)
     y = x * before[:, None] * scale
     after = _shrinking(tl.where(valid, y, 0.0), BOUND)
@@ -113,7 +118,7 @@ def _gradient_kernel(
     valid = (t < T)[:, None] & (d[None, :] < D)
     offs = t[:, None] * D + d[None, :]
     grad = tl.load(grad_ptr + offs, mask=valid, other=0.0).to(tl.float32)
-    scale = _load_scale(scale_ptr, assignment_ptr, t, d, T, D, C, HAS_SCALE)
+    scale = _load_scale(scale_ptr, assignment_ptr, t, d, T, D, C, HAS_SCALE, BT, BD)
     before = tl.load(factor_ptr + t, mask=t < T, other=1.0)
     after = tl.load(factor_ptr + T + t, mask=t < T, other=1.0)
     grad = grad * after[:, None] * scale * before[:, None]
