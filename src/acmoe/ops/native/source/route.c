@@ -31,6 +31,7 @@ static int within(const float *values, int64_t number, float bound) {
 static int bounded(const struct router *of, int64_t C) {
     if (of->scale == NULL) return within(of->x, of->T * of->D, BOUND);
     float most = 1.0f;
+    PRAGMA(omp simd reduction(max : most))
     for (int64_t i = 0; i < C * of->D; i++) most = of->scale[i] > most ? of->scale[i] : most;
     return within(of->scale, C * of->D, most) && within(of->x, of->T * of->D, 0.99f * BOUND / most);
 }
