@@ -12,8 +12,7 @@ from acmoe.ops.attention.rotary import rotation
 from acmoe.ops.experts import ExpertWeights
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.sort import sort_rows
-from acmoe.ops.statistics.prefix import PrefixMoments
-from acmoe.ops.statistics.prefix_scale import Prior
+from acmoe.ops.statistics.prefix import PrefixMoments, Prior
 from acmoe.ops.statistics.scale import ScaleOptions
 
 

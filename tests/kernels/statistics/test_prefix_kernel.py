@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.statistics.prefix import PrefixMoments, prefix_dispersion
-from acmoe.ops.statistics.prefix_kernels import fused_prefix_dispersion, prefix_op
+from acmoe.ops.statistics.prefix.launched import fused_prefix_dispersion, prefix_op
 from slow_cases import mostly_slow
 
 pytest.importorskip("triton")

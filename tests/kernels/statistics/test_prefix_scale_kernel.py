@@ -13,11 +13,10 @@ from torch import Tensor
 
 from acmoe.ops.dispatch import use_backend
 from acmoe.ops.native.library import missing
-from acmoe.ops.statistics.prefix import PrefixMoments
-from acmoe.ops.statistics.prefix_kernels import fused_prefix_scale, prefix_scale_op
-from acmoe.ops.statistics.prefix_native import scale_in_c
-from acmoe.ops.statistics.prefix_op import measure_prefix_scale
-from acmoe.ops.statistics.prefix_scale import Prior
+from acmoe.ops.statistics.prefix import PrefixMoments, Prior
+from acmoe.ops.statistics.prefix.launched import fused_prefix_scale, prefix_scale_op
+from acmoe.ops.statistics.prefix.native import scale_in_c
+from acmoe.ops.statistics.prefix.op import measure_prefix_scale
 from acmoe.ops.statistics.scale import ScaleOptions
 from slow_cases import mostly_slow
 

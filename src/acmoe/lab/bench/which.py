@@ -44,9 +44,8 @@ from acmoe.ops.statistics.mixed_scale import mixed_scale
 from acmoe.ops.statistics.op import measure_dispersion, measure_scale
 from acmoe.ops.statistics.optimum import theorem_weights
 from acmoe.ops.statistics.pending import add_batch
-from acmoe.ops.statistics.prefix import PrefixMoments
-from acmoe.ops.statistics.prefix_op import measure_prefix, measure_prefix_scale
-from acmoe.ops.statistics.prefix_scale import Prior
+from acmoe.ops.statistics.prefix import PrefixMoments, Prior
+from acmoe.ops.statistics.prefix.op import measure_prefix, measure_prefix_scale
 from acmoe.ops.statistics.running import update_average, update_average_and_scale
 from acmoe.ops.statistics.scale import ScaleOptions
 

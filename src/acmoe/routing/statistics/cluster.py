@@ -22,9 +22,8 @@ from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.ops.statistics.op import measure_scale
 from acmoe.ops.statistics.over_ranks import dispersion_over_ranks, sum_over_ranks
 from acmoe.ops.statistics.pending import LEAST, record_batch, replaying, snapshot
-from acmoe.ops.statistics.prefix import PrefixMoments
-from acmoe.ops.statistics.prefix_op import measure_prefix_scale
-from acmoe.ops.statistics.prefix_scale import Prior
+from acmoe.ops.statistics.prefix import PrefixMoments, Prior
+from acmoe.ops.statistics.prefix.op import measure_prefix_scale
 from acmoe.ops.statistics.recorded import record_dispersion, record_scale
 from acmoe.ops.statistics.scale import scale_of
 from acmoe.routing.statistics.average import RunningAverage

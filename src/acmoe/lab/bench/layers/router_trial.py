@@ -25,9 +25,8 @@ from acmoe.lab.bench.shapes import Shape
 from acmoe.ops.route.rescaled import rows_of
 from acmoe.ops.sort import sort_rows
 from acmoe.ops.sort.order import no_order, worth_sorting
-from acmoe.ops.statistics.prefix import PrefixMoments
-from acmoe.ops.statistics.prefix_op import measure_prefix_scale
-from acmoe.ops.statistics.prefix_scale import Prior
+from acmoe.ops.statistics.prefix import PrefixMoments, Prior
+from acmoe.ops.statistics.prefix.op import measure_prefix_scale
 from acmoe.ops.statistics.scale import cluster_scale
 from acmoe.routing.origin import new_origin, origin_codes
 from acmoe.routing.state import RoutingState

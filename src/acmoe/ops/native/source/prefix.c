@@ -1,5 +1,5 @@
 /* The scale of each token under causal statistics: 1/s of its cluster's prefix, shrunk towards a
-   running average. ops/statistics/prefix.py and prefix_scale.py define the results.
+   running average. ops/statistics/prefix defines the results.
 
    Tokens are read in time order, and every cluster has sums of its own, so that neither later tokens
    nor other clusters change a bit of an earlier result. B sequences of L tokens. */

@@ -3,7 +3,7 @@
     dispersion (B, L, D)   of a token's cluster, over the tokens of its sequence up to and including
                            itself, and their count (B, L)
     scale (B, L, D)        1/s, mean one, of that dispersion shrunk towards a running average
-                           (`shrunk` in ../prefix_scale.py)
+                           (`shrunk` in ../prefix/shrinking.py)
 
 The tokens of each cluster of each sequence are listed in time order (lists.py). A program owns a
 block of features of one list. Its threads walk the list token by token and carry two running sums

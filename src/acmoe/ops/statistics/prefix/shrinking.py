@@ -1,7 +1,7 @@
 """The scale of each token under causal statistics: 1/s of its cluster's prefix.
 
-Few tokens say little about a cluster, so the dispersion of a prefix (prefix.py) is shrunk towards a
-running average before the scale is computed from it.
+Few tokens say little about a cluster, so the dispersion of a prefix (reference.py) is shrunk
+towards a running average before the scale is computed from it.
 
 B sequences, L tokens in each, D features, C clusters, J clusters read by each token.
 """

@@ -8,11 +8,11 @@ from torch import Tensor
 from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.dispatch import op
 from acmoe.ops.grad_mode import records_gradient
-from acmoe.ops.statistics import prefix_native
 from acmoe.ops.statistics.op import NOT_SEPARABLE
-from acmoe.ops.statistics.prefix import PREFIX_MEASURES, PrefixMoments, prefix_dispersion
-from acmoe.ops.statistics.prefix_kernels import fused_prefix_dispersion, fused_prefix_scale
-from acmoe.ops.statistics.prefix_scale import Prior, shrunk
+from acmoe.ops.statistics.prefix import native
+from acmoe.ops.statistics.prefix.launched import fused_prefix_dispersion, fused_prefix_scale
+from acmoe.ops.statistics.prefix.reference import PREFIX_MEASURES, PrefixMoments, prefix_dispersion
+from acmoe.ops.statistics.prefix.shrinking import Prior, shrunk
 from acmoe.ops.statistics.scale import ScaleOptions, scale_of
 
 
@@ -115,7 +115,7 @@ def _prefix_scale_not_native(
     measure: str,
     token_mask: Tensor | None,
 ) -> str | None:
-    reason = prefix_native.unsupported(x_BLD, assignment_BLJ, before, prior, measure, token_mask)
+    reason = native.unsupported(x_BLD, assignment_BLJ, before, prior, measure, token_mask)
     return reason or _options_unsupported(options)
 
 
@@ -136,6 +136,4 @@ def _prefix_scale_triton(
     )
 
 
-measure_prefix_scale.register("native", unsupported=_prefix_scale_not_native)(
-    prefix_native.scale_in_c
-)
+measure_prefix_scale.register("native", unsupported=_prefix_scale_not_native)(native.scale_in_c)

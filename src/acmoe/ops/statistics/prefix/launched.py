@@ -1,4 +1,4 @@
-"""Causal statistics by Triton kernels: `prefix_dispersion` (prefix.py) and its scale, for J = 1.
+"""Causal statistics by Triton kernels: `prefix_dispersion` and its scale, for J = 1.
 
 B sequences of L tokens, D features, C clusters.
 """
@@ -10,8 +10,12 @@ from acmoe.ops.checks import check_clusters, check_tokens
 from acmoe.ops.dispatch import eager
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.statistics.dispersion_op import check_kernel_dtype
-from acmoe.ops.statistics.prefix import PrefixMoments, check_prefix_measure, prefix_dispersion
-from acmoe.ops.statistics.prefix_scale import Prior
+from acmoe.ops.statistics.prefix.reference import (
+    PrefixMoments,
+    check_prefix_measure,
+    prefix_dispersion,
+)
+from acmoe.ops.statistics.prefix.shrinking import Prior
 from acmoe.ops.statistics.scale import ScaleOptions
 
 

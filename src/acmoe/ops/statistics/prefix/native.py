@@ -14,8 +14,8 @@ from acmoe.ops.checks import check_range, check_tokens
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.native.library import SERVED, functions, missing, pointer, unsupported_ids
 from acmoe.ops.native.library import unsupported as not_native
-from acmoe.ops.statistics.prefix import PREFIX_MEASURES, PrefixMoments
-from acmoe.ops.statistics.prefix_scale import Prior
+from acmoe.ops.statistics.prefix.reference import PREFIX_MEASURES, PrefixMoments
+from acmoe.ops.statistics.prefix.shrinking import Prior
 from acmoe.ops.statistics.scale import ScaleOptions
 
 _MEASURES = {name: code for code, name in enumerate(PREFIX_MEASURES)}
