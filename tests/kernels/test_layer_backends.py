@@ -17,7 +17,7 @@ QUICK = (
     "prefix",
     "sequence",
 )
-SORTED = [name for name in ROUTERS if name.endswith(("previous", "current"))]
+SORTED = [name for name in ROUTERS if name.endswith(("previous", "current", "prefix", "sequence"))]
 QUICK_SORTED = [("running, current", True)]
 if torch.cuda.is_available():
     QUICK_SORTED.append(("batch, current", False))

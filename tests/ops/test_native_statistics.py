@@ -153,3 +153,24 @@ def test_other_calls_run_other_kernels() -> None:
     assert kernels_of(many, ids, 1, measure="mad") == ["cpu"]
     transposed = torch.zeros(2, 3).T
     assert kernels_of(transposed, cluster_T, 2, measure="mad") == ["cpu"]
+
+
+def test_sets_of_tokens_are_measured_one_by_one(generator: torch.Generator) -> None:
+    B, T, D, C = 3, 20, 5, 4
+    x = torch.randn(B, T, D, generator=generator)
+    cluster = torch.randint(C, (B, T), generator=generator)
+    cluster[1, 3] = -1  # the definition serves this set
+    out = torch.empty(B, C, D), torch.empty(B, C)
+    named = {"measure": "std", "out": out}
+    with record_choices() as choices:
+        scale = measure_scale(x, cluster, C, OPTIONS, **named)
+    assert choices[0].kernel == "native"
+    written = [one.clone() for one in out]
+    found = measure_dispersion(x, cluster, C, **named)
+    for b in range(B):
+        one = measure_dispersion.definition(x[b].double(), cluster[b], C, measure="std")
+        wanted = scale_of(*one, OPTIONS)
+        torch.testing.assert_close(scale[b].double(), wanted, rtol=1e-5, atol=1e-6)
+        for results in (written, out, found):
+            torch.testing.assert_close(results[0][b].double(), one[0], rtol=1e-5, atol=1e-6)
+            assert torch.equal(results[1][b].double(), one[1].double())

@@ -36,6 +36,16 @@ def test_results_and_gradients_have_the_bits_of_the_definition(
         torch.testing.assert_close(*grads, rtol=rtol, atol=0.0)
 
 
+def test_huge_rows_are_shrunk_and_so_are_their_gradients(device: str) -> None:
+    # 2^33 is shrunk to 2^32, and the product with 4 again; 2^31 * 4 is shrunk once; 3 is not.
+    x = torch.tensor([[2.0**33, 2.0], [2.0**31, 1.0], [3.0, 1.0]], device=device).requires_grad_()
+    scale = torch.tensor([[4.0, 4.0]], device=device)
+    y = run(x, scale, torch.zeros(3, dtype=torch.int64, device=device))
+    assert y.tolist() == [[2.0**32, 1.0], [2.0**32, 2.0], [12.0, 4.0]]
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert grad.tolist() == [[0.5, 0.5], [2.0, 2.0], [4.0, 4.0]]
+
+
 def test_a_row_with_nan_is_nan_and_no_other_is(generator: torch.Generator, device: str) -> None:
     x = torch.randn(3, 20, generator=generator).to(device)
     x[1, 4] = math.nan

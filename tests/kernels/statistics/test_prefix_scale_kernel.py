@@ -153,7 +153,9 @@ def test_a_token_that_is_not_finite_is_left_out(
     before, prior = PrefixMoments.empty(B, C, D, device=device), some_prior(generator, device)
     kept = (torch.rand(B, L, generator=generator) < 0.9).to(device)
     found, after = scale_by(x, assignment, before, prior, OPTIONS, token_mask=kept)
-    x[~kept] = torch.tensor([math.nan, 1.0] * (D // 2), device=device)
+    bad = torch.tensor([[math.nan], [math.inf], [-math.inf]], device=device)
+    number = int((~kept).sum())
+    x[~kept] = torch.where(torch.arange(D, device=device) == 5, bad, 1.0).repeat(number, 1)[:number]
     again, again_after = scale_by(x, assignment, before, prior, OPTIONS)
     pairs = zip((found, *after), (again, *again_after), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
