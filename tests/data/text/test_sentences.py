@@ -82,6 +82,15 @@ def test_a_wrong_tab_separated_file_is_named_with_its_line(
         read_sentences(SST2, "train", write(tmp_path, "x.tsv", text))
 
 
+def test_glues_test_file_without_labels_may_be_removed(tmp_path: Path) -> None:
+    rows = "index\tsentence\n0\tuneasy mishmash of styles\n"
+    message = "line 1: label 'sentence'; sst2 expects 0, 1; without labels remove test.tsv"
+    with pytest.raises(UserError, match=message):
+        read_sentences(SST2, "test", write(tmp_path, "test.tsv", rows))
+    with pytest.raises(UserError, match=r"expects 0, 1$"):  # the training split is needed
+        read_sentences(SST2, "train", write(tmp_path, "train.tsv", rows))
+
+
 def test_the_file_of_another_task_is_recognised(tmp_path: Path) -> None:
     path = write(tmp_path, "train.tsv", "good\t1\nbad\t0\n")
     with pytest.raises(UserError, match=r"no row of 3 of the 5 classes .2 first.; is this sst5"):

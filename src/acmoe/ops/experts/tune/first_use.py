@@ -1,7 +1,7 @@
 """Decide whether a layer is tuned at its first use, and do so.
 
 A layer that no table names runs by rules (settings/rules.py). On a GPU its first eager call first
-times two to four settings of each GEMM, forward and, where gradients are wanted, backward. That
+times a few settings of each GEMM, forward and, where gradients are wanted, backward. That
 takes seconds, most of them to compile, and is remembered in a file (cache.py), so that later
 processes read it. The settings of a layer never change after its first call, but another machine,
 or one whose file was removed, may choose others: results are then equal to rounding, not bitwise.
