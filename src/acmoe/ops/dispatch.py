@@ -301,13 +301,23 @@ def eager(*tensors: Tensor | None) -> bool:
     A profiler changes nothing on a CPU. There it sees the operators of PyTorch, and the functions
     in C by `record_function`.
     """
+    if not untraced(*tensors):
+        return False
+    return not _profiling() or all([one is None or one.is_cpu for one in tensors])
+
+
+def untraced(*tensors: Tensor | None) -> bool:
+    """Return True as `eager` does, but also under profilers, which then show the kernel alone.
+
+    It serves kernels without a custom op. With `eager` they would not run under a profiler, which
+    would show what does not run without one.
+    """
     return (
         not is_dynamo_compiling()
         and not _any_transform()
         and forward_ad._current_level < 0
         and _dispatch_modes() == 0
         and _function_modes() == 0
-        and (not _profiling() or all([one is None or one.is_cpu for one in tensors]))
         and _jit_trace() is None
         and _PLAIN.issuperset(map(type, tensors))
     )

@@ -64,6 +64,23 @@ def test_a_gradient_is_differentiated_in_turn(generator: torch.Generator, device
     torch.testing.assert_close(twice, 6 * x.detach() * own.pow(3), rtol=1e-5, atol=1e-6)
 
 
+def test_gradients_of_a_batch_are_those_of_each(generator: torch.Generator, device: str) -> None:
+    x = torch.randn(5, 6, generator=generator).to(device).requires_grad_()
+    scale = (torch.rand(2, 6, generator=generator) + 0.5).to(device)
+    y = run(x, scale, torch.tensor([0, 1, -1, 1, 0], device=device))
+    cotangents = torch.randn(3, 5, 6, generator=generator).to(device)
+    (batch,) = torch.autograd.grad(y, x, cotangents, is_grads_batched=True, retain_graph=True)
+    for one, cotangent in zip(batch, cotangents, strict=True):
+        (wanted,) = torch.autograd.grad(y, x, cotangent, retain_graph=True)
+        torch.testing.assert_close(one, wanted)
+
+
+def test_profilers_do_not_choose_another_kernel(device: str) -> None:
+    x = torch.ones(2, 4, device=device)
+    with torch.profiler.profile():
+        assert rescaled_tokens.reasons(x, None, None)["triton"] is None
+
+
 def test_a_learned_scale_and_long_rows_run_the_definition(device: str) -> None:
     ids = torch.zeros(2, dtype=torch.int64, device=device)
     learned = torch.ones(1, 4, device=device, requires_grad=True)

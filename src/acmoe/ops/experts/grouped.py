@@ -11,13 +11,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from acmoe.ops.dispatch import eager, transforming
 from acmoe.ops.experts.cpu.by_expert import by_expert, outer_by_expert
 from acmoe.ops.experts.cpu.loops import rows_per_expert
 from acmoe.ops.flops import tell_counters
-from acmoe.ops.grad_mode import records_gradient
+from acmoe.ops.grad_mode import is_batched, records_gradient
 from acmoe.ops.once import apply
 from acmoe.ops.precision import autocast_dtype
 
@@ -186,16 +185,6 @@ def _outer(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
 def _direct(x: Tensor, *others: Tensor) -> bool:
     """Return True if the products may read the offsets on the host, without a custom op."""
     return not x.is_meta and eager(x, *others)
-
-
-def is_batched(grad: Tensor) -> bool:
-    """Return True for a gradient of `is_grads_batched=True`.
-
-    torch calls a custom op for each gradient of the batch. It has no batching rule for products
-    with `out=`, as in the loop over experts. Compiled autograd has no such gradients, and cannot
-    trace the question.
-    """
-    return not is_compiling() and torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 def products_for(grad: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:

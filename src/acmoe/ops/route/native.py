@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.dispatch import eager
-from acmoe.ops.grad_mode import records_gradient
+from acmoe.ops.grad_mode import is_batched, records_gradient
 from acmoe.ops.native.library import (
     SERVED,
     functions,
@@ -184,7 +184,8 @@ class _Router(torch.autograd.Function):
         saved = Saved(*as_saved(ctx.saved_tensors))
         plain = eager(*saved, *grads) and not torch.is_grad_enabled()
         # C cannot read a gradient of a batch (`is_grads_batched`): it has no memory of its own.
-        run = _backward if plain and not any(map(_batched, grads)) else _in_torch
+        batched = any([grad is not None and is_batched(grad) for grad in grads])
+        run = _backward if plain and not batched else _in_torch
         return *run(saved, ctx.shape, ctx.settings, ctx.needs_input_grad, grads), *[None] * 3
 
 
@@ -286,8 +287,3 @@ def _affinity_gradient(
 def _through_softmax(gate: Tensor, of_gate: Tensor) -> Tensor:
     """Return the gradient of the values whose softmax over the last dimension is `gate`."""
     return gate * (of_gate - (gate * of_gate).sum(-1, keepdim=True))
-
-
-def _batched(grad: Tensor | None) -> bool:
-    """Return True for a gradient of a batch (`is_grads_batched`, vmap): it has no memory."""
-    return grad is not None and bool(torch._C._functorch.is_legacy_batchedtensor(grad))

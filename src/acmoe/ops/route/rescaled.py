@@ -13,8 +13,8 @@ from torch import Tensor
 from acmoe.ops.bounded import bounded, sums_are_bounded
 from acmoe.ops.checks import check_clusters, host_may_read
 from acmoe.ops.device_support import triton_unsupported
-from acmoe.ops.dispatch import eager, op
-from acmoe.ops.grad_mode import records_gradient
+from acmoe.ops.dispatch import op, untraced
+from acmoe.ops.grad_mode import is_batched, records_gradient
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 
 MOST_FEATURES = 8192  # of a row, which a program holds in its registers
@@ -52,8 +52,8 @@ def rows_of(scale_CD: Tensor, assignment_T: Tensor) -> Tensor:
 
 
 def _unsupported(x: Tensor, scale_CD: Tensor | None, assignment_T: Tensor | None) -> str | None:
-    if not eager(x, scale_CD, assignment_T):
-        return "something traces or observes the call"
+    if not untraced(x, scale_CD, assignment_T):
+        return "something traces the call"
     if x.numel() == 0:
         return "there are no tokens"
     if x.shape[-1] > MOST_FEATURES:
@@ -95,7 +95,9 @@ class _Rescaled(torch.autograd.Function):
 
         scale_CD, assignment_T, factor_2T = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1]).contiguous()
-        if torch.is_grad_enabled():  # create_graph=True: the gradient is differentiated in turn
+        # create_graph=True: the gradient is differentiated in turn. is_grads_batched=True: a kernel
+        # cannot read the gradients of a batch.
+        if torch.is_grad_enabled() or is_batched(grad) or not untraced(grad):
             scale_TD = 1.0 if scale_CD is None else rows_of(scale_CD, assignment_T)
             found = (rows * scale_TD * factor_2T.prod(0)[:, None]).to(ctx.dtype)
         else:

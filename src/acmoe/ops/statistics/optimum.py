@@ -13,7 +13,7 @@ from torch import Tensor
 from acmoe.errors import UserError, check
 from acmoe.ops.checks import has_values
 from acmoe.ops.device_support import triton_unsupported
-from acmoe.ops.dispatch import eager, op, transforming
+from acmoe.ops.dispatch import op, transforming, untraced
 from acmoe.ops.native.library import SERVED, functions, missing
 from acmoe.ops.precision import wide_dtype
 
@@ -127,8 +127,8 @@ def theorem_weights(s: Tensor, lam: Tensor) -> Tensor:
 
 def _not_float64(s: Tensor) -> str | None:
     """Return the reason why a kernel cannot compute the weights, or None."""
-    if not eager(s):
-        return "somebody traces or observes the call"
+    if not untraced(s):
+        return "something traces the call"
     if s.dtype != torch.float64:
         return f"it takes float64, not {s.dtype}"
     return "there are no numbers" if s.numel() == 0 else None
@@ -156,7 +156,8 @@ def _weights_by_triton(s: Tensor, lam: Tensor) -> Tensor:
 
 @theorem_weights.register("native", unsupported=_not_native)
 def _weights_in_c(s: Tensor, lam: Tensor) -> Tensor:
-    s, lam, weights = s.contiguous(), lam.contiguous(), torch.empty_like(s.contiguous())
+    s, lam = s.contiguous(), lam.contiguous()
+    weights = torch.empty_like(s)
     code = functions().theorem_weights(
         *(s.data_ptr(), lam.data_ptr(), lam.numel(), s.shape[-1], _STEPS),
         *(_MAX_RATIO[torch.float64], weights.data_ptr()),
@@ -189,7 +190,10 @@ class _OptimalWeights(torch.autograd.Function):
 
 
 class _Transformable(_OptimalWeights):
-    """`_OptimalWeights` for `torch.func`; `torch.compile` cannot trace a function with a jvp."""
+    """`_OptimalWeights` with a forward-mode derivative and a batching rule, for `torch.func`.
+
+    It is a class of its own, because `torch.compile` cannot trace a function with a `jvp`.
+    """
 
     generate_vmap_rule = True
 

@@ -22,7 +22,6 @@ from acmoe.ops.experts.cpu.bags import sum_of_choices
 from acmoe.ops.experts.cpu.by_expert import by_expert, outer_by_expert
 from acmoe.ops.experts.grouped import (
     grouped_linear,
-    is_batched,
     like_weight,
     products_for,
     sum_by_expert,
@@ -34,6 +33,7 @@ from acmoe.ops.experts.reference import (
     experts_of_rows,
     tokens_of,
 )
+from acmoe.ops.grad_mode import is_batched
 from acmoe.ops.once import apply, as_saved
 from acmoe.ops.sort.reference import Rows
 

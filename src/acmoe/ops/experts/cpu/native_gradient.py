@@ -21,8 +21,8 @@ from acmoe.ops.experts.cpu.native_products import (
     rows_times_weights,
     sum_of_choices,
 )
-from acmoe.ops.experts.grouped import is_batched
 from acmoe.ops.experts.reference import ExpertWeights, dispatch
+from acmoe.ops.grad_mode import is_batched
 from acmoe.ops.native.library import unsupported
 from acmoe.ops.once import apply, as_saved
 from acmoe.ops.sort.reference import Rows

@@ -49,7 +49,10 @@ def rows_times_weights(
 
 
 def hidden_units(h_NW: Tensor, activation: str) -> Tensor:
-    """Return the (N, F) activation of h, to which `rows_times_weights` has applied relu, if any."""
+    """Return the activation (N, F) of h (N, W).
+
+    If the activation is relu, h is returned: `rows_times_weights` has applied it already.
+    """
     if activation == "relu":
         return h_NW
     if activation != "swiglu":

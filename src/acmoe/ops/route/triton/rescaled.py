@@ -28,7 +28,7 @@ def rescale_rows(
     """
     y_TD = x_TD.new_empty(x_TD.shape, dtype=torch.float32)
     factor_2T = y_TD.new_empty(2, x_TD.shape[0])
-    _launch(_rescale_kernel, x_TD, scale_CD, assignment_T, factor_2T, y_TD)
+    _launch(x_TD, scale_CD, assignment_T, factor_2T, y_TD, gradient=False)
     return y_TD, factor_2T
 
 
@@ -41,16 +41,18 @@ def rescale_gradient(
 ) -> Tensor:
     """Return the gradient of x (T, D) in its dtype."""
     out_TD = grad_TD.new_empty(grad_TD.shape, dtype=dtype)
-    _launch(_gradient_kernel, grad_TD, scale_CD, assignment_T, factor_2T, out_TD)
+    _launch(grad_TD, scale_CD, assignment_T, factor_2T, out_TD, gradient=True)
     return out_TD
 
 
 def _launch(
-    kernel: object,
     rows_TD: Tensor,
     scale_CD: Tensor | None,
     assignment_T: Tensor | None,
-    *rest: Tensor,
+    factor_2T: Tensor,
+    out_TD: Tensor,
+    *,
+    gradient: bool,
 ) -> None:
     T, D = rows_TD.shape
     width = next_power_of_2(D)
@@ -58,9 +60,9 @@ def _launch(
     scale = rows_TD if scale_CD is None else scale_CD
     cluster = rows_TD if assignment_T is None else assignment_T
     launch(
-        kernel, (cdiv(T, rows),), rows_TD, scale, cluster, *rest, T, D, scale.shape[0],
-        HAS_SCALE=scale_CD is not None, BOUND=BOUND, BT=rows, BD=width,
-        num_warps=min(16, max(4, width // 512)),
+        _rescale_kernel, (cdiv(T, rows),), rows_TD, scale, cluster, factor_2T, out_TD, T, D,
+        scale.shape[0], GRADIENT=gradient, HAS_SCALE=scale_CD is not None, BOUND=BOUND,
+        BT=rows, BD=width, num_warps=min(16, max(4, width // 512)),
     )  # fmt: skip
 
 
@@ -91,35 +93,25 @@ def _shrinking(y, BOUND: tl.constexpr):
 
 @triton.jit
 def _rescale_kernel(
-    x_ptr, scale_ptr, assignment_ptr, factor_ptr, y_ptr, T, D, C, HAS_SCALE: tl.constexpr,
-    BOUND: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    in_ptr, scale_ptr, assignment_ptr, factor_ptr, out_ptr, T, D, C, GRADIENT: tl.constexpr,
+    HAS_SCALE: tl.constexpr, BOUND: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
+    """Write BT rescaled tokens and their factors, or the gradient of the tokens by the factors."""
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     d = tl.arange(0, BD)
     valid = (t < T)[:, None] & (d[None, :] < D)
     offs = t[:, None] * D + d[None, :]
-    x = tl.load(x_ptr + offs, mask=valid, other=0.0).to(tl.float32)
+    x = tl.load(in_ptr + offs, mask=valid, other=0.0).to(tl.float32)
     scale = _load_scale(scale_ptr, assignment_ptr, t, d, T, D, C, HAS_SCALE, BT, BD)
-    before = _shrinking(x, BOUND)
-    y = x * before[:, None] * scale
-    after = _shrinking(tl.where(valid, y, 0.0), BOUND)
-    tl.store(y_ptr + offs, y * after[:, None], mask=valid)
-    tl.store(factor_ptr + t, before, mask=t < T)
-    tl.store(factor_ptr + T + t, after, mask=t < T)
-
-
-@triton.jit
-def _gradient_kernel(
-    grad_ptr, scale_ptr, assignment_ptr, factor_ptr, out_ptr, T, D, C, HAS_SCALE: tl.constexpr,
-    BOUND: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    d = tl.arange(0, BD)
-    valid = (t < T)[:, None] & (d[None, :] < D)
-    offs = t[:, None] * D + d[None, :]
-    grad = tl.load(grad_ptr + offs, mask=valid, other=0.0).to(tl.float32)
-    scale = _load_scale(scale_ptr, assignment_ptr, t, d, T, D, C, HAS_SCALE, BT, BD)
-    before = tl.load(factor_ptr + t, mask=t < T, other=1.0)
-    after = tl.load(factor_ptr + T + t, mask=t < T, other=1.0)
-    grad = grad * after[:, None] * scale * before[:, None]
-    tl.store(out_ptr + offs, grad.to(out_ptr.dtype.element_ty), mask=valid)
+    if GRADIENT:
+        before = tl.load(factor_ptr + t, mask=t < T, other=1.0)
+        after = tl.load(factor_ptr + T + t, mask=t < T, other=1.0)
+        y = x * after[:, None] * scale * before[:, None]
+    else:
+        before = _shrinking(x, BOUND)
+        y = x * before[:, None] * scale
+        after = _shrinking(tl.where(valid, y, 0.0), BOUND)
+        y *= after[:, None]
+        tl.store(factor_ptr + t, before, mask=t < T)
+        tl.store(factor_ptr + T + t, after, mask=t < T)
+    tl.store(out_ptr + offs, y.to(out_ptr.dtype.element_ty), mask=valid)
