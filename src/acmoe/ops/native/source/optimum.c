@@ -9,10 +9,12 @@ int acmoe_theorem_weights(const double *s, const double *lam, int64_t R, int64_t
         const double *row = s + r * D;
         double *t = weight + r * D; /* becomes the weights at the end */
         double least = row[0], sum = 0.0;
+        int64_t bad = 0; /* NaN, which comparisons lose */
         for (int64_t d = 1; d < D; d++) least = row[d] < least ? row[d] : least;
-        SUM_OVER(sum)
+        SUM_OVER(sum, bad)
         for (int64_t d = 0; d < D; d++) {
             const double ratio = (row[d] - least) / lam[r];
+            bad += ratio != ratio;
             t[d] = ratio < most_ratio ? ratio : most_ratio;
             sum += t[d];
         }
@@ -39,7 +41,7 @@ int acmoe_theorem_weights(const double *s, const double *lam, int64_t R, int64_t
             t[d] = 1.0 / (t[d] + u);
             total += t[d];
         }
-        for (int64_t d = 0; d < D; d++) t[d] /= total;
+        for (int64_t d = 0; d < D; d++) t[d] = bad ? NAN : t[d] / total;
     }
     return SERVED;
 }

@@ -28,21 +28,27 @@ def newton_weights(s_RD: Tensor, lam_R: Tensor, steps: int, most_ratio: float) -
 def _newton_kernel(
     s_ptr, lam_ptr, weight_ptr, D, STEPS: tl.constexpr, MOST_RATIO: tl.constexpr, BD: tl.constexpr
 ):
-    """Write the weights of one row: 1 / (t + u) at the root of H(t + u) = 1, over their sum."""
+    """Write the weights of one row: 1 / (t + u) at the root of H(t + u) = 1, over their sum.
+
+    They are NaN if an s or lambda is NaN, or all s are infinite.
+    """
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     valid = d < D
     s = tl.load(s_ptr + row * D + d, mask=valid, other=float("inf"))
     lam = tl.load(lam_ptr + row)
     number = tl.full((), 0.0, dtype=tl.float64) + D
-    t = tl.minimum((tl.where(valid, s, 0.0) - tl.min(s)) / lam, MOST_RATIO)
+    ratio = tl.where(valid, (tl.where(valid, s, 0.0) - tl.min(s)) / lam, 0.0)
+    has_nan = tl.max((ratio != ratio).to(tl.int32)) > 0  # minimum and maximum lose it
+    t = tl.minimum(ratio, MOST_RATIO)
     u = tl.maximum(1.0 - tl.sum(tl.where(valid, t, 0.0)) / number, 1.0 / number)
     for _ in range(STEPS):
         inverse = tl.where(valid, 1.0 / (t + u), 0.0)
         mean = tl.sum(inverse) / number
-        ratio = inverse / mean
-        slope = tl.sum(ratio * ratio) / number  # dH/du, between 1 and d
+        share = inverse / mean
+        slope = tl.sum(share * share) / number  # dH/du, between 1 and d
         # Rounding may move a converged u by an ulp: it stays in (0, 1].
         u = tl.minimum(u + tl.maximum((1.0 - 1.0 / mean) / slope, 0.0), 1.0)
     weight = tl.where(valid, 1.0 / (t + u), 0.0)
-    tl.store(weight_ptr + row * D + d, weight / tl.sum(weight), mask=valid)
+    weight = tl.where(has_nan, float("nan"), weight / tl.sum(weight))
+    tl.store(weight_ptr + row * D + d, weight, mask=valid)
