@@ -1,20 +1,28 @@
 """Running statistics by kernel against the float64 reference, and the causality they promise.
 
-Two sequences of 43 tokens: the lists of a cluster are longer than one block of 16.
+Two sequences of 43 tokens: lists are longer than the four tokens that are loaded at once.
 """
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from acmoe.ops.statistics.prefix import PrefixMoments, prefix_dispersion
-from acmoe.ops.statistics.prefix.launched import fused_prefix_dispersion, prefix_op
+from acmoe.ops.statistics.prefix import PrefixMoments, launched, prefix_dispersion
+from acmoe.ops.statistics.prefix.launched import prefix_op
 from slow_cases import mostly_slow
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 B, L, D, C = 2, 43, 70, 4
+
+
+def dispersion(x: Tensor, assignment: Tensor, before: PrefixMoments, **named: Any) -> Any:
+    """Run the kernel for clusters (B, L)."""
+    given = {"measure": "mad"} | named
+    return launched.fused_prefix_dispersion(x, assignment[..., None], before, **given)
 
 
 def drawn(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,9 +48,7 @@ def test_the_kernel_is_the_reference(
 ) -> None:
     x, assignment, mask = (tensor.to(device) for tensor in drawn(generator, dtype))
     before = PrefixMoments(*(moment.to(device) for moment in some_moments(generator)))
-    found, count, after = fused_prefix_dispersion(
-        x, assignment, before, measure=measure, token_mask=mask
-    )
+    found, count, after = dispersion(x, assignment, before, measure=measure, token_mask=mask)
     wanted, wanted_count, wanted_after = prefix_dispersion(
         x.double(),
         assignment,
@@ -64,25 +70,25 @@ def test_neither_the_future_nor_other_clusters_change_a_bit(
 ) -> None:
     x, assignment, _ = (tensor.to(device) for tensor in drawn(generator, torch.float32))
     before = PrefixMoments.empty(B, C, D, device=device)
-    found, _, _ = fused_prefix_dispersion(x, assignment, before)
+    found, _, _ = dispersion(x, assignment, before)
     cut = 30
     later_x, later_assignment = x.clone(), assignment.clone()
     later_x[:, cut:] = float("nan")
     later_assignment[:, cut:] = 0
-    changed, _, _ = fused_prefix_dispersion(later_x, later_assignment, before)
+    changed, _, _ = dispersion(later_x, later_assignment, before)
     assert torch.equal(found[:, :cut], changed[:, :cut])
     other_x = torch.where((assignment == 0)[..., None], x * 3 + 1, x)
-    changed, _, _ = fused_prefix_dispersion(other_x, assignment, before)
+    changed, _, _ = dispersion(other_x, assignment, before)
     assert torch.equal(found[assignment > 0], changed[assignment > 0])
 
 
 def test_masked_tokens_change_nothing(generator: torch.Generator, device: str) -> None:
     x, assignment, mask = (tensor.to(device) for tensor in drawn(generator, torch.float32))
     before = PrefixMoments.empty(B, C, D, device=device)
-    found, count, after = fused_prefix_dispersion(x, assignment, before, token_mask=mask)
+    found, count, after = dispersion(x, assignment, before, token_mask=mask)
     x[~mask] = float("nan")
     elsewhere = torch.where(mask, assignment, 2)
-    again, again_count, again_after = fused_prefix_dispersion(x, elsewhere, before, token_mask=mask)
+    again, again_count, again_after = dispersion(x, elsewhere, before, token_mask=mask)
     pairs = zip((found, count, *after), (again, again_count, *again_after), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
@@ -90,9 +96,9 @@ def test_masked_tokens_change_nothing(generator: torch.Generator, device: str) -
 def test_a_token_that_is_not_finite_is_left_out(generator: torch.Generator, device: str) -> None:
     x, assignment, mask = (tensor.to(device) for tensor in drawn(generator, torch.float32))
     before = PrefixMoments.empty(B, C, D, device=device)
-    found, count, after = fused_prefix_dispersion(x, assignment, before, token_mask=mask)
+    found, count, after = dispersion(x, assignment, before, token_mask=mask)
     x[~mask] = torch.tensor([float("nan"), float("inf")], device=device).repeat(D // 2)
-    again, again_count, again_after = fused_prefix_dispersion(x, assignment, before)
+    again, again_count, again_after = dispersion(x, assignment, before)
     pairs = zip((found, count, *after), (again, again_count, *again_after), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
@@ -100,7 +106,7 @@ def test_a_token_that_is_not_finite_is_left_out(generator: torch.Generator, devi
 def test_equal_tokens_have_a_dispersion_of_exactly_zero(device: str) -> None:
     x = torch.full((1, L, 3), 0.1, device=device)
     before = PrefixMoments.empty(1, 1, 3, device=device)
-    found, _, after = fused_prefix_dispersion(x, torch.zeros(1, L, device=device).long(), before)
+    found, _, after = dispersion(x, torch.zeros(1, L, device=device).long(), before)
     assert (found == 0).all()
     assert (after.mean == x[0, 0]).all() and after.tokens.item() == L
 
@@ -110,12 +116,10 @@ def test_decoding_continues_where_the_prompt_stopped(
 ) -> None:
     x, assignment, _ = (tensor.to(device) for tensor in drawn(generator, torch.float32))
     moments = PrefixMoments.empty(B, C, D, device=device)
-    whole, _, _ = fused_prefix_dispersion(x, assignment, moments, measure="std")
+    whole, _, _ = dispersion(x, assignment, moments, measure="std")
     parts = []
     for step in (slice(0, 40), slice(40, 41), slice(41, 43)):
-        part, _, moments = fused_prefix_dispersion(
-            x[:, step], assignment[:, step], moments, measure="std"
-        )
+        part, _, moments = dispersion(x[:, step], assignment[:, step], moments, measure="std")
         parts.append(part)
     assert torch.allclose(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-6)
 
@@ -123,9 +127,7 @@ def test_decoding_continues_where_the_prompt_stopped(
 def test_no_tokens_leave_the_moments_alone(generator: torch.Generator, device: str) -> None:
     before = PrefixMoments(*(moment.to(device) for moment in some_moments(generator)))
     x = torch.empty(B, 0, D, device=device)
-    found, count, after = fused_prefix_dispersion(
-        x, torch.empty(B, 0, device=device).long(), before
-    )
+    found, count, after = dispersion(x, torch.empty(B, 0, device=device).long(), before)
     assert found.shape == (B, 0, 1, D) and count.shape == (B, 0, 1)
     assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
 
@@ -134,7 +136,7 @@ def test_a_gradient_is_the_references(generator: torch.Generator, device: str) -
     x, assignment, _ = (tensor.to(device) for tensor in drawn(generator, torch.float32))
     x.requires_grad_()
     before = PrefixMoments.empty(B, C, D, device=device)
-    found, _, _ = fused_prefix_dispersion(x, assignment, before)
+    found, _, _ = dispersion(x, assignment, before)
     wanted, _, _ = prefix_dispersion(x, assignment, assignment[..., None], before)
     one, other = (torch.autograd.grad(spread.sum(), x)[0] for spread in (found, wanted))
     assert torch.equal(one, other)

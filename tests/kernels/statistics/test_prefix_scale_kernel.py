@@ -40,19 +40,17 @@ def blocks_of_features(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["triton", "native"])
 def scale_by(request: pytest.FixtureRequest, device: str) -> Run:
-    """The kernel, as a function of x, assignment, before, prior and options."""
-    if request.param == "triton":
-        return fused_prefix_scale
-    if device != "cpu" or missing():
+    """The kernel, as a function of x, clusters (B, L), before, prior and options."""
+    if request.param == "native" and (device != "cpu" or missing()):
         pytest.skip("the kernel in C serves CPUs with a compiler")
 
-    def in_c(x: Tensor, assignment: Tensor, *rest: Any, **named: Any) -> Any:
-        given = {"measure": "mad"} | named
-        return scale_in_c(
-            x.float().contiguous(), assignment[..., None].contiguous(), *rest, **given
-        )
+    def run(x: Tensor, assignment: Tensor, *rest: Any, **named: Any) -> Any:
+        given, ids_BLJ = {"measure": "mad"} | named, assignment[..., None]
+        if request.param == "triton":
+            return fused_prefix_scale(x, ids_BLJ, *rest, **given)
+        return scale_in_c(x.float().contiguous(), ids_BLJ.contiguous(), *rest, **given)
 
-    return in_c
+    return run
 
 
 def drawn(generator: torch.Generator, device: str, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -20,43 +20,45 @@ from acmoe.ops.statistics.scale import ScaleOptions
 
 
 def fused_prefix_dispersion(
-    x: Tensor,
-    assignment: Tensor,
+    x_BLD: Tensor,
+    assignment_BLJ: Tensor,
     before: PrefixMoments,
     *,
-    measure: str = "mad",
+    measure: str,
     token_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, PrefixMoments]:
-    """Return dispersion (B, L, 1, D) and count (B, L, 1) of each token's cluster, and the moments.
+    """Compute the op `measure_prefix`: dispersion (B, L, 1, D), count (B, L, 1) and the moments.
 
     A token that is masked, not finite or in no cluster gets zeros. If a gradient is needed, the
     plain PyTorch definition computes both forward and backward.
     """
-    _check(x, assignment, before, measure, token_mask)
-    if records_gradient(x, *before):
+    own_BL = assignment_BLJ[..., 0]
+    _check(x_BLD, own_BL, before, measure, token_mask)
+    if records_gradient(x_BLD, *before):
         return prefix_dispersion(
-            x, assignment, assignment[..., None], before, measure=measure, token_mask=token_mask
+            x_BLD, own_BL, assignment_BLJ, before, measure=measure, token_mask=token_mask
         )
-    spread_BLD, count_BL, *after = prefix_op(x, assignment, token_mask, *before, measure)
+    spread_BLD, count_BL, *after = prefix_op(x_BLD, own_BL, token_mask, *before, measure)
     return spread_BLD[:, :, None], count_BL[..., None], PrefixMoments(*after)
 
 
 def fused_prefix_scale(
-    x: Tensor,
-    assignment: Tensor,
+    x_BLD: Tensor,
+    assignment_BLJ: Tensor,
     before: PrefixMoments,
     prior: Prior,
     options: ScaleOptions,
     *,
-    measure: str = "mad",
+    measure: str,
     token_mask: Tensor | None = None,
 ) -> tuple[Tensor, PrefixMoments]:
-    """Return the scale (B, L, 1, D) of each token, without gradient, and the moments.
+    """Compute the op `measure_prefix_scale`: the scale (B, L, 1, D) and the moments.
 
     A token that is masked, not finite or in no cluster gets ones.
     """
-    _check(x, assignment, before, measure, token_mask)
-    tensors = (x.detach(), assignment, token_mask, *before)
+    own_BL = assignment_BLJ[..., 0]
+    _check(x_BLD, own_BL, before, measure, token_mask)
+    tensors = (x_BLD.detach(), own_BL, token_mask, *before)
     average = prior.dispersion.detach().float(), prior.weight.detach().float()
     run = _launched_scale if eager(*tensors, *average) else prefix_scale_op
     scale_BLD, *after = run(
@@ -100,15 +102,7 @@ def prefix_op(
 
 
 @prefix_op.register_fake
-def _(
-    x: Tensor,
-    assignment: Tensor,
-    token_mask: Tensor | None,
-    tokens: Tensor,
-    mean: Tensor,
-    spread: Tensor,
-    measure: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(x, assignment, token_mask, tokens, mean, spread, *rest):  # type: ignore[no-untyped-def]
     return *_results(x), *_moments_like(tokens, mean, spread)
 
 
@@ -145,15 +139,7 @@ prefix_scale_op = torch.library.custom_op("acmoe::prefix_scale", _launched_scale
 
 
 @prefix_scale_op.register_fake
-def _(
-    x: Tensor,
-    assignment: Tensor,
-    token_mask: Tensor | None,
-    tokens: Tensor,
-    mean: Tensor,
-    spread: Tensor,
-    *rest: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x, assignment, token_mask, tokens, mean, spread, *rest):  # type: ignore[no-untyped-def]
     return _results(x)[0], *_moments_like(tokens, mean, spread)
 
 

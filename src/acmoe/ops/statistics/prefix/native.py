@@ -10,13 +10,13 @@ B sequences of L tokens, D features, C clusters.
 import torch
 from torch import Tensor
 
-from acmoe.ops.checks import check_range, check_tokens
+from acmoe.ops.checks import check_tokens
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.native.library import SERVED, functions, missing, pointer, unsupported_ids
 from acmoe.ops.native.library import unsupported as not_native
-from acmoe.ops.statistics.prefix.reference import PREFIX_MEASURES, PrefixMoments
-from acmoe.ops.statistics.prefix.shrinking import Prior
-from acmoe.ops.statistics.scale import ScaleOptions
+from acmoe.ops.statistics.prefix.reference import PREFIX_MEASURES, PrefixMoments, prefix_dispersion
+from acmoe.ops.statistics.prefix.shrinking import Prior, shrunk
+from acmoe.ops.statistics.scale import ScaleOptions, scale_of
 
 _MEASURES = {name: code for code, name in enumerate(PREFIX_MEASURES)}
 
@@ -67,7 +67,12 @@ def scale_in_c(
         *(prior.tokens, options.floor, options.eps, options.min_tokens, scale_BLD.data_ptr()),
         *map(pointer, after),
     )
-    if code != SERVED:
-        check_range(assignment_BLJ, -1, C, "assignment")
-        raise MemoryError(f"no memory for the sums of {C} clusters of {D} features")
+    if code != SERVED:  # a cluster does not exist, which is an error, or there is no memory
+        spread_BLJD, count_BLJ, after = prefix_dispersion(
+            *(x_BLD, assignment_BLJ[..., 0], assignment_BLJ, before),
+            measure=measure,
+            token_mask=token_mask,
+        )
+        mixed = shrunk(spread_BLJD, count_BLJ, assignment_BLJ, prior, options.min_tokens)
+        return scale_of(*mixed, options), after
     return scale_BLD[:, :, None], after

@@ -44,17 +44,7 @@ def _prefix_unsupported(x_BLD: Tensor, assignment_BLJ: Tensor) -> str | None:
     return triton_unsupported(x_BLD)
 
 
-@measure_prefix.register("triton", unsupported=_prefix_unsupported)
-def _prefix_triton(
-    x_BLD: Tensor,
-    assignment_BLJ: Tensor,
-    before: PrefixMoments,
-    *,
-    measure: str,
-    token_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, PrefixMoments]:
-    own_BL = assignment_BLJ[..., 0]
-    return fused_prefix_dispersion(x_BLD, own_BL, before, measure=measure, token_mask=token_mask)
+measure_prefix.register("triton", unsupported=_prefix_unsupported)(fused_prefix_dispersion)
 
 
 @op
@@ -119,21 +109,7 @@ def _prefix_scale_not_native(
     return reason or _options_unsupported(options)
 
 
-@measure_prefix_scale.register("triton", unsupported=_prefix_scale_unsupported, by_triton=True)
-def _prefix_scale_triton(
-    x_BLD: Tensor,
-    assignment_BLJ: Tensor,
-    before: PrefixMoments,
-    prior: Prior,
-    options: ScaleOptions,
-    *,
-    measure: str,
-    token_mask: Tensor | None = None,
-) -> tuple[Tensor, PrefixMoments]:
-    own_BL = assignment_BLJ[..., 0]
-    return fused_prefix_scale(
-        x_BLD, own_BL, before, prior, options, measure=measure, token_mask=token_mask
-    )
-
-
+measure_prefix_scale.register("triton", unsupported=_prefix_scale_unsupported, by_triton=True)(
+    fused_prefix_scale
+)
 measure_prefix_scale.register("native", unsupported=_prefix_scale_not_native)(native.scale_in_c)
