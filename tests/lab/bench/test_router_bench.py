@@ -85,7 +85,9 @@ def test_statistics_of_other_sequences_are_refused(mode: str) -> None:
 def test_options_that_measure_nothing_are_refused() -> None:
     for options, message in [
         ({"statistics": ("prefx",)}, "statistics='prefx' is unknown; choose one of batch"),
-        ({"length": 0}, "length=0"),
+        ({"length": 0}, "length=0; give a positive"),
+        ({"length": 64}, "length=64 is read for prefix and sequence alone"),
+        ({"statistics": ("batch", "batch")}, "statistics holds 'batch' twice"),
         ({"statistics": ("batch",), "forward": True}, "not statistics=batch"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -93,6 +95,17 @@ def test_options_that_measure_nothing_are_refused() -> None:
     config = RouterBenchConfig(shapes=("tiny",), repeat=2, statistics=("prefix",), length=60)
     refused = next(row for row in bench_router(config).rows if row["mode"] == "prefix")["refused"]
     assert "256 tokens are no sequences of length=60; give a divisor of 256" in refused
+
+
+def test_statistics_that_cannot_decode_are_named_where_they_are_left_out() -> None:
+    told: list[str] = []
+    config = RouterBenchConfig(
+        shapes=("tiny",), repeat=2, forward=True, statistics=("batch", "running", "sequence")
+    )
+    bench_router(config, say=told.append)
+    assert told[0] == (
+        "not measured: batch, sequence; they depend on later tokens, and cannot decode"
+    )
 
 
 def test_a_mode_that_is_wrong_in_evaluation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,8 +86,8 @@ class Router:
     statistics: tuple[str, ...] = ("batch", "running", "current")
     """Statistics to measure: batch, running, current (those of the batch, measured by the layer
     itself), prefix or sequence."""
-    length: int = 512
-    """Tokens of a sequence, for prefix and sequence."""
+    length: int | None = None
+    """Tokens of a sequence, for prefix and sequence; 512 if it is not given."""
     graph: bool = False
     """Time replays of a CUDA graph, which excludes launch overhead."""
     compile: bool = False

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from acmoe.errors import check, check_choice, typed_line
+from acmoe.errors import check, check_choice, check_distinct, typed_line
 from acmoe.experts.moe import MoE
 from acmoe.lab.bench.harness.added import added
 from acmoe.lab.bench.harness.clock import (
@@ -45,6 +45,7 @@ from acmoe.lab.bench.shapes import Shape, find_shapes
 from acmoe.routing.statistics.step import fold_statistics
 from acmoe.runtime import pick_device
 
+DEFAULT_LENGTH = 512
 ALONE, COPY = "plain routing alone", "copy"
 _COPIED = 2**28  # size in bytes of the copy that measures the bandwidth
 
@@ -55,13 +56,20 @@ class RouterBenchConfig(ShapesConfig):
 
     compile: bool = False
     statistics: tuple[str, ...] = ("batch", "running", "current")
-    length: int = 512  # tokens of a sequence; the modes IN_SEQUENCES read it
+    length: int | None = None  # tokens of a sequence for IN_SEQUENCES; None: DEFAULT_LENGTH
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for one in self.statistics:
             check_choice(one, tuple(MODES)[1:], "statistics")
-        check(self.length > 0, f"length={self.length}; give a positive number of tokens")
+        check_distinct(self.statistics, "statistics")
+        if self.length is not None:
+            check(self.length > 0, f"length={self.length}; give a positive number of tokens")
+            check(
+                not set(self.statistics).isdisjoint(IN_SEQUENCES),
+                f"length={self.length} is read for {' and '.join(IN_SEQUENCES)} alone; add one of "
+                "them to statistics, or leave it out",
+            )
         check(
             not self.forward or not set(self.statistics).isdisjoint(INFERENCE),
             f"forward measures modes that decode, {' and '.join(INFERENCE[1:])}, not "
@@ -114,6 +122,8 @@ def bench_router(config: RouterBenchConfig, *, command: str = "", say: Say = sil
         f"graph={config.graph} and compile={config.compile} are measured on CUDA, not on "
         f"device={device}; leave both out",
     )
+    if dropped := [one for one in config.statistics if one not in config.modes]:
+        say(f"not measured: {', '.join(dropped)}; they depend on later tokens, and cannot decode")
     rows: list[RouterRow] = []
     for shape in find_shapes(config.shapes, device, config.tokens):
         rows += measure_shape(shape, config, device, say)
@@ -150,7 +160,7 @@ def measure_shape(
 def prepare(mode: str, trial: Trial, config: RouterBenchConfig) -> dict[tuple[str, str], Measured]:
     """Build, check and warm up the layer in this mode: to train, and in some modes to infer."""
     if mode in IN_SEQUENCES:
-        trial = trial.in_sequences(config.length)
+        trial = trial.in_sequences(config.length or DEFAULT_LENGTH)
     moe = build_moe(trial.shape, trial.weights, MODES[mode])
     layer: AnyLayer = torch.compile(moe, dynamic=False) if config.compile else moe
     check_mode(layer, mode, trial, forward=config.forward)
