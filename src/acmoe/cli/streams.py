@@ -23,7 +23,10 @@ def is_first_of_machine() -> bool:
 
 @contextmanager
 def plain_output() -> Iterator[None]:
-    """Inside `with`, a warning is one line, and a closed pipe ends or silences a command."""
+    """Inside `with`, print a warning as one line, and handle pipes whose reader is gone.
+
+    Standard output then raises BrokenPipeError, and standard error drops its text.
+    """
     before = Console.on_broken_pipe, warnings.formatwarning, sys.stderr
     Console.on_broken_pipe = _on_broken_pipe  # type: ignore[method-assign]
     warnings.formatwarning = _one_line
@@ -35,7 +38,7 @@ def plain_output() -> Iterator[None]:
 
 
 class _Notes:
-    """Standard error, which has only progress and notes: without a reader, the rest is dropped."""
+    """Standard error, which has progress and notes alone: it drops them if its reader is gone."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -278,9 +278,11 @@ def checked_metrics(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 def missing_records(
     path: Path, records: Sequence[Mapping[str, Any]], step: int, count: int | None
 ) -> str | None:
-    """Compare records with the `count` that a checkpoint of `step` has seen; None: unknown.
+    """Return a note if records up to `step` are missing, or None.
 
-    A file that was cut off between two lines shows no other damage.
+    count: the number of records up to `step` that the checkpoint of that step has saved; None if it
+    has saved no number. Without this count, a file that was cut off between two lines would look
+    complete.
     """
     found = sum(record["step"] <= step for record in records)
     if count is None or found >= count:

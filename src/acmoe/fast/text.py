@@ -281,7 +281,11 @@ def _attend_joined(
 def _can_join(
     attention: Attention, newest: Tensor, positions: Tensor | None, dropout: float
 ) -> bool:
-    """Return True if the attention kernel serves such queries; asked with one empty stream."""
+    """Return True if the attention kernel serves queries shaped as `newest`.
+
+    The op is asked about uninitialised queries of one stream, because the answer depends on shapes
+    and dtypes alone.
+    """
     dtype = autocast_dtype(newest) or newest.dtype
     q_BHLP = _split(attention, newest.new_empty((1, *newest.shape[1:]), dtype=dtype))
     kernel = window_attention.select(

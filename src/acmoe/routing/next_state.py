@@ -203,7 +203,7 @@ class NextState(nn.Module):
         """Return the (T,) clusters by which kernels want the tokens sorted, or None.
 
         It is None if the next router reads several clusters per token, if the routing lacks the
-        first choice, if clusters are too small to gain, or if nobody would read the order. It is
+        first choice, if clusters are too small to gain, or if nothing would read the order. It is
         also None in `torch.export`: clusters would bind the program to many tokens, or to few.
         """
         if not isinstance(self.next_router, AdaptiveConfig) or routing.first is None:

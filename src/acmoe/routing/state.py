@@ -128,8 +128,10 @@ class RoutingState(_StateFields):
 
 
 # `torch.export.save` writes the types of a program's inputs and outputs by these names.
-for _type in (Routing, RoutingState):
-    pytree._register_namedtuple(_type, serialized_type_name=f"acmoe.{_type.__name__}")
+# The function is not public: without it, only the saving of such programs is lost, with an error.
+if hasattr(pytree, "_register_namedtuple"):
+    for _type in (Routing, RoutingState):
+        pytree._register_namedtuple(_type, serialized_type_name=f"acmoe.{_type.__name__}")
 
 
 def no_cluster(

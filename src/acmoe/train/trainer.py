@@ -178,7 +178,7 @@ class Trainer(ABC):
         return True
 
     def whole_model(self) -> nn.Module:
-        """Return the model with whole tensors, as it is saved; all processes must call it."""
+        """Return the model as it is saved, with whole tensors. All processes must call it."""
         return whole_model(self.model, lambda: build_model(self.model.config))
 
     def load_model(self, state: Mapping[str, Any]) -> None:

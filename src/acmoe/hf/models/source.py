@@ -65,7 +65,10 @@ class Source:
 
 
 def open_source(folder: Path, which: Which, ema: bool) -> Source:
-    """Open the best or last checkpoint of a run of any kind."""
+    """Open the best or last checkpoint of a run of text, images or finetuning.
+
+    ema: take the averaged weights, which runs of images have.
+    """
     kind = run_kind(folder)
     if kind in VISION_RUNS:
         return _image_run(folder, kind, which, ema)

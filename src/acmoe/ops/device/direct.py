@@ -43,14 +43,20 @@ class Encoding(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """The function that a launcher calls, and the arguments: constants, `Mark`s, tuples of them."""
+    """The call that a launcher makes: the function, and its arguments.
+
+    An argument is a constant, a `Mark` for an argument of the launcher, or a tuple of both.
+    """
 
     launch: Callable[..., Any]
     arguments: tuple[Any, ...]
 
 
 def passed_on(run: Any, num_values: int) -> Passed | None:
-    """Return what a launcher passes on for a kernel with `num_values` arguments; None: unknown."""
+    """Return the call that a launcher makes for a kernel with `num_values` arguments, or None.
+
+    None: a trial does not show it.
+    """
     if not callable(getattr(run, "launch", None)):
         return None
     marks = [Mark(place) for place in range(NUM_FIRST + num_values)]

@@ -115,9 +115,10 @@ def _warpgroup(
     KEEP_PROB: gl.constexpr, SAVE: gl.constexpr, P: gl.constexpr, HEAD_DIM: gl.constexpr,
     OUT_DIM: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Compute the output of every second one of the program's 128 queries.
+    """Compute the output of half of the program's 128 queries: those numbered GROUP, GROUP + 2, ...
 
-    Warpgroup GROUP also issues the TMA loads of head-dimension chunk GROUP, for both warpgroups.
+    Each warpgroup also issues the TMA loads of one chunk of the head dimension, number GROUP, for
+    both warpgroups.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     _, tiles, full, empty = pipeline

@@ -45,7 +45,7 @@ ROW_ELEMENTS = 512  # of each warp that computes scales, and at least of a progr
 
 
 class Shrinking(NamedTuple):
-    """The running average that a dispersion is shrunk towards, and the options of the scale."""
+    """The running average that the dispersions are shrunk towards, and the options of the scale."""
 
     average: Tensor  # (C, D) float32
     weight: Tensor  # (C,) float32 tokens in it; below min_tokens it is not read
