@@ -4,6 +4,7 @@ T = 300 tokens of C = 3 clusters in chunks of 64: cluster 1 has about 225, four 
 last is not full; cluster 0 has two, cluster 2 none. D = 20 features: no multiple of a block.
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -29,7 +30,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(sorted_dispersion, "FEWEST_ROWS", 64)
     monkeypatch.setattr(sorted_dispersion, "MOST_ROWS", 64)
-    assert {sorted_dispersion.chunk_rows(T, C, narrow) for narrow in (True, False)} == {64}
+    for dim, is_float32 in itertools.product((D, 1024), (True, False)):
+        assert sorted_dispersion.chunk_rows(T, C, dim, is_float32) == 64
     return sorted_dispersion
 
 
@@ -65,19 +67,23 @@ def test_a_steps_tokens_fold_evenly_into_its_sums(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "clusters", "narrow", "rows"),
+    ("tokens", "clusters", "dim", "is_float32", "rows"),
     [
-        (100, 16, True, 256),  # no fewer
-        (8192, 8, True, 2048),  # twice an even share
-        (8192, 8, False, 2048),
-        (24576, 16, False, 2048),  # no more: an even share is 1,536
-        (24576, 16, True, 1024),  # most clusters have two chunks then
+        (100, 16, 352, False, 256),  # no fewer
+        (8192, 8, 352, False, 2048),  # twice an even share
+        (8192, 8, 4096, False, 2048),
+        (24576, 16, 4096, False, 2048),  # no more: an even share is 1,536
+        (24576, 16, 352, False, 1024),  # most clusters have two chunks then
+        (8192, 16, 352, True, 1024),  # twice an even share
+        (8192, 8, 4096, True, 1024),  # float32 tokens: no more
     ],
 )
-def test_the_tokens_of_a_chunk(tokens: int, clusters: int, narrow: bool, rows: int) -> None:
+def test_the_tokens_of_a_chunk(
+    tokens: int, clusters: int, dim: int, is_float32: bool, rows: int
+) -> None:
     from acmoe.ops.statistics.triton.sorted_dispersion import chunk_rows
 
-    assert chunk_rows(tokens, clusters, narrow) == rows
+    assert chunk_rows(tokens, clusters, dim, is_float32) == rows
 
 
 # Each tile of a wide model; 1030 features end in a block that is not full.

@@ -55,7 +55,8 @@ def token_gradient(
         from acmoe.ops.route.hopper.launch import launch_token_gradient
 
         return launch_token_gradient(tokens, grad_ZTE, embedding_ED, addend_TD)
-    tile = token_launch_table(E, D, Z, not tokens.is_sorted, tokens.has_scale)
+    unsorted, has_addend = not tokens.is_sorted, addend_TD is not None
+    tile = token_launch_table(E, D, Z, unsorted, tokens.has_scale, has_addend)
     grad_TD = torch.empty_like(tokens.x)
     if T > 0:
         columns = cdiv(D, tile.features * tile.steps)
@@ -63,7 +64,7 @@ def token_gradient(
             _token_kernel, (tokens.blocks(tile.tokens) * columns,), *tokens.pointers, grad_ZTE,
             embedding_ED.contiguous(),
             grad_TD if addend_TD is None else addend_TD.contiguous(), grad_TD, T, D,
-            tokens.scale.shape[0], E=E, HAS_ADDEND=addend_TD is not None, **tokens.flags,
+            tokens.scale.shape[0], E=E, HAS_ADDEND=has_addend, **tokens.flags,
             TERMS=gradient_terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features, BE=tile.experts,
             ALL_EXPERTS=tile.experts >= E, STEPS=tile.steps, TOKEN_MAJOR=tile.token_major,
             PREFETCH=tile.prefetch_addend,

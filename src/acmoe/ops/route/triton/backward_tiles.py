@@ -23,7 +23,12 @@ class Tile(NamedTuple):
 
 
 def token_launch_table(
-    num_experts: int, dim: int, num_parts: int, unsorted: bool, has_scale: bool = False
+    num_experts: int,
+    dim: int,
+    num_parts: int,
+    unsorted: bool,
+    has_scale: bool = False,
+    has_addend: bool = True,
 ) -> Tile:
     """Choose the tile of `_token_kernel`.
 
@@ -41,6 +46,9 @@ def token_launch_table(
     tokens get slower by both. A narrow row of 16-bit numbers belongs to one program, with
     prefetched addends: the layer of switch takes 2 us less, that of swin 4 us less; for sorted
     tokens 2 us less at switch, but 3 us more at swin.
+
+    Without an addend, as in compiled models, the kernel only writes. Sorted float32 tokens of a
+    narrow model then have small tiles: 15.5 us instead of 19.5 at switch (cold caches).
     """
     experts = max(16, next_power_of_2(num_experts))
     if num_experts > MANY_EXPERTS and num_parts == 2 and unsorted and not has_scale:
@@ -55,6 +63,8 @@ def token_launch_table(
         return Tile(tokens, 64, experts, num_warps, stages, 8, True, True)
     if experts == 128:
         return Tile(64, 64, experts, 4, 2, 16)
+    if experts == 16 and narrow and num_parts == 3 and not has_addend:
+        return Tile(32, 64, experts, 4, 3, 6, True)
     return Tile(64, 64, experts, 4, 3, 8, prefetch_addend=dim < 384 and num_parts == 2)
 
 
@@ -68,17 +78,21 @@ def embedding_launch_table(
 
     Up to 64 experts use 4 warps: 8 warps took 86 us instead of 50, and 217 instead of 146 with a
     scale (olmoe, H200). A sorted token takes two dependent loads, first its index and then its row:
-    with 3 stages one load of x is in flight, with 5 stages two (switch: 15.3 -> 12.7 us). With more
-    experts 5 stages would exceed the shared memory; a fourth one fits with a bf16x2 split (58 -> 53
-    us at olmoe, 105 -> 96 at qwen30b, without a scale). With few experts a wide model gets wide
-    blocks of features, so that fewer programs read d affinity (mixtral 51 -> 35 us). So do many
-    experts (qwen3next 194 -> 150 us), unless each token is rescaled (323 -> 467). A bf16x2 split of
-    the tokens needs shorter steps for the 99 KiB of shared memory of smaller cards.
+    with 3 stages one load of x is in flight, with 5 stages two (switch: 15.3 -> 12.7 us). float32
+    tokens are twice as wide and take half the features (switch: 23.7 -> 19.8 us, sorted 23.4 ->
+    21.6, rescaled one by one 34.2 -> 21.6, cold caches). With more experts 5 stages would exceed
+    the shared memory; a fourth one fits with a bf16x2 split (58 -> 53 us at olmoe, 105 -> 96 at
+    qwen30b, without a scale). With few experts a wide model gets wide blocks of features, so that
+    fewer programs read d affinity (mixtral 51 -> 35 us). So do many experts (qwen3next 194 -> 150
+    us), unless each token is rescaled (323 -> 467). A bf16x2 split of the tokens needs shorter
+    steps for the 99 KiB of shared memory of smaller cards.
     """
     experts = min(128, max(16, next_power_of_2(num_experts)))
     num_warps = 8 if experts == 128 else 4
+    if dim < 1024 and experts == 16:
+        return Tile(64, 32, 16, 2, 5) if num_parts == 3 else Tile(64, 64, 16, 4, 5)
     if dim < 1024:
-        return Tile(64, 64, 16, 4, 5) if experts == 16 else Tile(64, 32, experts, num_warps, 3)
+        return Tile(64, 32, experts, num_warps, 3)
     if num_experts > MANY_EXPERTS and num_parts == 2 and num_token_parts > 0:
         return Tile(64, 128, 64, 4, 3) if num_token_parts == 1 else Tile(32, 128, 128, 8, 3)
     if num_parts == 3:

@@ -112,6 +112,8 @@ def choose_tile(
         return _selecting_tile(num_experts, tokens.x.shape[0], totals)
     if tokens.is_sorted and both_bf16 and num_experts <= 16 and totals == "none":
         return Tile(64, 2, 4)
+    if tokens.is_sorted and is_float32 and num_experts <= 16 and tokens.x.shape[0] > 2**14:
+        return Tile(64, 4, 3)  # 19.6 us instead of 20.8 (switch, H200)
     if tokens.has_scale and not tokens.is_sorted and tile.tokens > LOW_TOKENS:
         # The scale of each token is prefetched as well: 6 stages would exceed the 99 KiB of shared
         # memory that a program has on smaller cards.

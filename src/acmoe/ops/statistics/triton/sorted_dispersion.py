@@ -32,8 +32,8 @@ from acmoe.ops.statistics.triton.small_clusters import small_deviations
 
 FEWEST_ROWS, MOST_ROWS = 256, 2048  # tokens of a chunk
 # Models of few features have few programs. Where an even share exceeds SHORT_ROWS tokens, chunks of
-# so many are faster, although most clusters then take a second pass: see `launch_table`. (float32
-# tokens of switch would take 24.1 us instead of 21.1.)
+# so many are faster, although most clusters then take a second pass: see `launch_table`. float32
+# tokens have no longer chunks, because clusters are rarely even.
 NARROW, SHORT_ROWS = 1024, 1024
 SMALL = 64  # mean tokens of a cluster up to which a program owns all features of a chunk
 MOST_FEATURES = 4096  # features of a program: 8 for each of 512 threads
@@ -68,29 +68,34 @@ def launch_table(dim: int, rows: int, small: bool = False, is_float32: bool = Fa
     switch and 14.7 at swin, which took 15.5 and 15.9 in chunks of 2,048 tokens with 8 warps; and
     25.1 for 64 clusters of 512 tokens with 512 features, 31.3 with 8 warps.
 
+    float32 tokens, as models under autocast have them, prefetch as well. Times with cold caches and
+    uneven clusters, in brackets with the tiles of 16-bit tokens: switch 31.6 us (47.2), swin 33.4
+    (49.5), olmoe 127 (217), mixtral 81.5 (88.5).
+
     small: clusters have SMALL tokens or fewer on average. 128 tokens a step would be mostly absent
     ones, and dim / 64 programs a cluster would each look it up among all.
     """
     if small and dim >= 1024:
         features = min(MOST_FEATURES, next_power_of_2(dim))
         return Tile(8, features, features // 256)
+    if is_float32:
+        return Tile(128, 32, 4, 3)
     if dim < NARROW:
-        few_warps = rows <= SHORT_ROWS and not is_float32
-        return Tile(512, 32, 4, 1, 128) if few_warps else Tile(512, 32, 8, 1, 80)
+        return Tile(512, 32, 4, 1, 128) if rows <= SHORT_ROWS else Tile(512, 32, 8, 1, 80)
     if rows <= 512:
         return Tile(128, 64, 4, 1, 64)
     return Tile(128, 64, 4, 1, 96) if rows <= 1024 else Tile(64, 64, 4, 3)
 
 
-def chunk_rows(num_tokens: int, num_clusters: int, narrow: bool) -> int:
+def chunk_rows(num_tokens: int, num_clusters: int, dim: int, is_float32: bool) -> int:
     """Return the tokens per chunk: twice an even share, so that few clusters need a second chunk.
 
-    narrow: tokens have 16 bits and fewer than NARROW features; they have more chunks. The result
-    does not depend on the device: chunks decide the order of additions.
+    float32 tokens, and many 16-bit tokens of fewer than NARROW features, have more chunks. The
+    result does not depend on the device: chunks decide the order of additions.
     """
     target = next_power_of_2(max(1, 2 * num_tokens // num_clusters))
-    shortens = narrow and target > MOST_ROWS
-    return max(FEWEST_ROWS, min(MOST_ROWS, SHORT_ROWS if shortens else target))
+    shortens = is_float32 or (dim < NARROW and target > MOST_ROWS)
+    return max(FEWEST_ROWS, min(MOST_ROWS, SHORT_ROWS if shortens else target, target))
 
 
 def most_chunks(num_tokens: int, num_clusters: int, rows: int) -> int:
@@ -114,7 +119,7 @@ def measure_sorted(sorted_tokens: SortedTokens, outputs: Outputs, epilogue: Epil
     T, D = x_TD.shape
     C = begin.numel() - 1
     is_float32 = x_TD.dtype == torch.float32
-    rows = chunk_rows(T, C, D < NARROW and not is_float32)
+    rows = chunk_rows(T, C, D, is_float32)
     small = T <= SMALL * C
     tile = launch_table(D, rows, small, is_float32)
     Q = most_chunks(T, C, rows)
