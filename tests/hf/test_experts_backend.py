@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
+from transformers.integrations.moe import batched_mm_experts_forward
+
 import acmoe
 import acmoe.hf
 from acmoe.errors import UserError
-from acmoe.hf.experts import expert_weights, own_activation
+from acmoe.hf import experts as backend
 from acmoe.ops import dispatch
-from acmoe.ops.experts import expert_mlp_few_rows
 from expert_modules import FAMILIES, D, E, F, assert_near, experts_of, outcome, routed
 
 
@@ -100,15 +101,45 @@ def test_weights_are_read_where_they_lie_and_gradients_written_as_they_lie(famil
     assert up.grad.is_contiguous() and down.grad.is_contiguous()  # type: ignore[union-attr, operator]
 
 
+@pytest.fixture
+def batched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Run calls on a CPU as on a GPU; list the rows of calls that `batched_mm` serves."""
+    calls: list[int] = []
+
+    def recorded(module: nn.Module, x: Tensor, ids: Tensor, gate: Tensor) -> Tensor:
+        calls.append(ids.numel())
+        return batched_mm_experts_forward(module, x, ids, gate)
+
+    monkeypatch.setattr(backend, "_on_gpu", lambda _: True)
+    monkeypatch.setattr(backend, "batched_mm_experts_forward", recorded)
+    return calls
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "muse_spark"])
-def test_few_rows_are_computed_with_copies_of_their_experts(family: str) -> None:
+def test_few_rows_without_gradients_go_to_batched_gemms(family: str, batched: list[int]) -> None:
     experts, (x, ids, gate) = experts_of(family), routed(3)
-    norm = getattr(experts, "post_expert_norm", None)
-    own = {"activation": own_activation(experts), "norm": norm}
+    wanted = outcome(experts, "eager", x, ids, gate)["out"]
+    outcome(experts, "acmoe", x, ids, gate)
+    assert not batched  # the weights train
     with torch.no_grad():
-        found = expert_mlp_few_rows(x, expert_weights(experts), ids, gate, **own)
-        experts.config._experts_implementation = "eager"  # type: ignore[union-attr]
-        assert torch.allclose(found, experts(x, ids, gate), atol=2e-6)
+        assert torch.allclose(experts(x, ids, gate), wanted, atol=2e-6)
+        assert batched == [ids.numel()]
+        experts(*routed(backend.FEW_ROWS))  # tokens, of several rows each
+    assert len(batched) == 1
+
+
+def test_few_rows_of_experts_that_kernels_know_run_fused(
+    batched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "triton_unsupported", lambda x: None)
+    experts, call = experts_of("qwen3_moe"), routed(3)
+    experts.config._experts_implementation = "acmoe"  # type: ignore[union-attr]
+    with torch.no_grad():
+        experts(*call)
+        assert not batched
+        with torch.autocast("cpu", torch.bfloat16):  # the fused kernels would cast all weights
+            experts(*call)
+    assert len(batched) == 1
 
 
 class LowRank(nn.Module):

@@ -6,10 +6,11 @@
 serves every model whose experts transformers dispatches (`use_experts_implementation`). Four forms
 compute the same sum of expert outputs:
 
-    few rows   batched GEMMs over copies of the chosen experts' weights: decoding on a GPU, up to 16
-               rows (tokens times experts per token)
     fused      `expert_mlp`, where its kernels know the activation: SwiGLU, or ReLU and GELU without
                a gate
+    few rows   transformers' own `batched_mm`, which copies the weights of the chosen experts: up to
+               16 rows (tokens times experts per token) on a GPU, for other activations, under
+               autocast, and in compiled code
     clamped    grouped GEMMs with the fused kernel of GPT-OSS's gate between them
     by parts   grouped GEMMs with the model's own activation, gate and norm between them
 
@@ -23,23 +24,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 
 from acmoe.errors import check
 from acmoe.ops.device_support import triton_unsupported
-from acmoe.ops.dispatch import log_once
-from acmoe.ops.experts import (
-    ExpertWeights,
-    clamped_swiglu,
-    expert_mlp,
-    expert_mlp_by_parts,
-    expert_mlp_few_rows,
-    has_few_rows,
-)
+from acmoe.ops.dispatch import log_once, requested
+from acmoe.ops.experts import ExpertWeights, clamped_swiglu, expert_mlp, expert_mlp_by_parts
+from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.precision import autocast_dtype
 from acmoe.ops.sort import sort_rows
 
 NAME = "acmoe"
+# Rows up to which `batched_mm` serves: its copies grow with the rows. The bound has not been timed.
+FEW_ROWS = 16
 
 # Activation modules that the fused kernels know, by class name: with a gate, and without one.
 _GATED = {"SiLUActivation": "swiglu", "SiLU": "swiglu"}
@@ -60,6 +57,12 @@ def experts_forward(
     of the weights.
     """
     experts: Any = self
+    activation, reason = fused_activation(experts)
+    if _serves_few_rows(experts, hidden_states, top_k_index, fused=activation is not None):
+        found: Tensor = batched_mm_experts_forward(
+            self, hidden_states, top_k_index, top_k_weights
+        )
+        return found
     weights = expert_weights(experts)
     num_experts = weights.up.shape[0]
     dtype = autocast_dtype(hidden_states) or weights.up.dtype
@@ -69,16 +72,7 @@ def experts_forward(
     if not complete:
         gate_TK = gate_TK.masked_fill(expert_ids_TK >= num_experts, 0.0)
     x_TD = hidden_states.to(dtype)
-    if has_few_rows(x_TD, weights, expert_ids_TK.numel()):
-        # The model's own gate: a launch of Triton takes the host longer than its few rows.
-        own_gate = experts._apply_gate if experts.has_gate else experts.act_fn
-        functions: dict[str, Any] = {"activation": own_gate, "norm": _norm(experts)}
-        out_TD = expert_mlp_few_rows(
-            x_TD, weights, expert_ids_TK, gate_TK, **functions, complete=complete
-        )
-        return out_TD.to(hidden_states.dtype)
     rows = sort_rows(expert_ids_TK, num_experts)
-    activation, reason = fused_activation(experts)
     if activation is not None:
         fused: dict[str, Any] = {"activation": activation, "complete": complete}
         out_TD = expert_mlp(x_TD, weights, rows, gate_TK, **fused)
@@ -88,6 +82,30 @@ def experts_forward(
         own: dict[str, Any] = {"activation": own_activation(experts), "norm": _norm(experts)}
         out_TD = expert_mlp_by_parts(x_TD, weights, rows, gate_TK, **own, complete=complete)
     return out_TD.to(hidden_states.dtype)
+
+
+def _serves_few_rows(experts: Any, x_TD: Tensor, expert_ids_TK: Tensor, *, fused: bool) -> bool:
+    """Return True if `batched_mm` of transformers should serve: for decoding on a GPU.
+
+    fused: the fused kernels know the activation. They repeat recorded launches, which takes the
+    host less time than calls of torch, and copy no weights. Inductor fuses the copies into the
+    GEMMs. Under autocast the fused kernels would cast the weights of all experts. In training the
+    gradient of the copies would be scattered with atomics.
+    """
+    if not (_on_gpu(x_TD) and 0 < expert_ids_TK.numel() <= FEW_ROWS and requested() == "auto"):
+        return False
+    down = experts.down_proj
+    casts = autocast_dtype(x_TD) is not None
+    if not casts and x_TD.dtype != down.dtype:
+        return False
+    if fused and not casts and not torch.compiler.is_compiling() and not triton_unsupported(x_TD):
+        return False
+    up = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    return not records_gradient(up, down)
+
+
+def _on_gpu(x_TD: Tensor) -> bool:
+    return x_TD.device.type == "cuda"
 
 
 def experts_reason(experts: nn.Module) -> str | None:

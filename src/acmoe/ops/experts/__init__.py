@@ -1,7 +1,7 @@
 """The expert MLPs of one layer."""
 
 from acmoe.ops.experts import op as _kernels  # noqa: F401, registers them
-from acmoe.ops.experts.by_parts import expert_mlp_by_parts, expert_mlp_few_rows, has_few_rows
+from acmoe.ops.experts.by_parts import expert_mlp_by_parts
 from acmoe.ops.experts.clamped import clamped_swiglu
 from acmoe.ops.experts.reference import ExpertWeights, expert_mlp
 
@@ -10,6 +10,4 @@ __all__ = [
     "clamped_swiglu",
     "expert_mlp",
     "expert_mlp_by_parts",
-    "expert_mlp_few_rows",
-    "has_few_rows",
 ]

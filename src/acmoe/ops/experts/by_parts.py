@@ -25,12 +25,7 @@ from acmoe.ops.experts.reference import (
     permute,
 )
 from acmoe.ops.flops import tell_counters
-from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.reference import Rows
-
-# Rows up to which a GPU decodes with copies of their experts' weights and batched GEMMs, as
-# transformers does for any number of rows. The bound is a guess: it has not been timed.
-FEW_ROWS = 16
 
 
 def expert_mlp_by_parts(
@@ -81,51 +76,3 @@ def grouped_mm_of_complete_rows(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Ten
     """Compute `grouped_mm` where every row has an expert, without its two passes of masking."""
     tell_counters()
     return torch.nn.functional.grouped_mm(x_NI, weight_EOI.mT, offs=offsets_E.to(torch.int32))
-
-
-def has_few_rows(x_TD: Tensor, weights: ExpertWeights, num_rows: int) -> bool:
-    """Return True if `expert_mlp_few_rows` should serve: for decoding on a GPU.
-
-    It does not if a backend was requested by name. On a CPU a GEMM per expert reads the weights in
-    place. In training the gradient of the copies would be scattered with atomics.
-    """
-    trains = records_gradient(weights.up, weights.down)
-    few = x_TD.device.type == "cuda" and 0 < num_rows <= FEW_ROWS
-    return few and not trains and requested() == "auto"
-
-
-def expert_mlp_few_rows(
-    x_TD: Tensor,
-    weights: ExpertWeights,
-    expert_ids_TK: Tensor,
-    gate_TK: Tensor,
-    *,
-    activation: Callable[[Tensor], Tensor],
-    norm: Callable[[Tensor], Tensor] | None = None,
-    complete: bool = False,
-) -> Tensor:
-    """Compute `expert_mlp_by_parts` as batched GEMMs over copies of the N rows' weights.
-
-    It sorts nothing, reads the weights of the chosen experts only, and does not wait for the
-    device. Inductor fuses the copies into the GEMMs. A row without an expert has a gate of 0.
-    """
-    expert_N = expert_ids_TK.reshape(-1)
-    if not complete:
-        expert_N = expert_N.clamp(max=weights.up.shape[0] - 1)
-    x_ND = x_TD.repeat_interleave(gate_TK.shape[1], dim=0)
-    h_NF = activation(_gathered_linear(x_ND, weights.up, weights.up_bias, expert_N))
-    y_ND = _gathered_linear(h_NF, weights.down, weights.down_bias, expert_N)
-    if norm is not None:
-        y_ND = norm(y_ND)
-    y_TKD = y_ND.view(*gate_TK.shape, y_ND.shape[-1])
-    return (y_TKD * gate_TK[..., None]).sum(1).to(x_TD.dtype)
-
-
-def _gathered_linear(
-    x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, expert_N: Tensor
-) -> Tensor:
-    if weight_EOI.stride(-1) == 1:
-        y_NO = torch.bmm(weight_EOI[expert_N].to(x_NI.dtype), x_NI[:, :, None])[:, :, 0]
-    else:  # a transposed view: copy it as it lies in memory
-        y_NO = torch.bmm(x_NI[:, None], weight_EOI.mT[expert_N].to(x_NI.dtype))[:, 0]
-    return y_NO if bias_EO is None else y_NO + bias_EO[expert_N].to(x_NI.dtype)
