@@ -12,9 +12,6 @@ import torch
 
 from acmoe import AdaptiveConfig, MoE, RoutingState, SMoEConfig, UserError
 from acmoe.lab.variants import VariantConfig
-from acmoe.ops.dispatch import use_backend
-from acmoe.ops.statistics.op import measure_scale
-from acmoe.ops.statistics.scale import ScaleOptions
 from acmoe.routing.statistics import ClusterStatistics
 from published_gate import PUBLISHED, published_gate, published_weights
 
@@ -147,22 +144,6 @@ def test_running_statistics_count_up_to_the_last_cluster_ever_seen():
     w = 1 / 1.0001
     expected = w / ((2 * w + 1e4) / 3)
     assert statistics.average_scale()[0, 0].item() == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"mean_over": "chosen"}, "means over all clusters, not up to the last chosen one"),
-        ({"mean_before_clamp": True, "clamp": 2.0}, "means of clamped weights"),
-    ],
-)
-def test_the_kernel_says_what_it_cannot_do(changes, reason):
-    options = ScaleOptions("feature", None, 0.0, 1e-4, None, 0)._replace(**changes)
-    x, assignment = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
-    told = measure_scale.reasons(x, assignment, 2, options, measure="mad")["triton"]
-    assert reason in told
-    with use_backend("torch"):
-        assert measure_scale(x, assignment, 2, options, measure="mad").shape == (2, 3)
 
 
 def test_options_that_cannot_meet_are_refused():

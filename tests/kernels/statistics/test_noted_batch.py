@@ -200,7 +200,7 @@ def test_the_kernel_that_measures_adds_the_batch_as_its_op_does(
     def measured(pending: Any) -> tuple[list[Tensor], Tensor, Tensor]:
         batch = torch.empty(5, features, device=device), torch.empty(5, device=device)
         tensors = given if is_sorted else as_sets(*given)
-        return list(run(*tensors, *batch, *settings, pending=pending)), *batch
+        return list(run(*tensors, None, *batch, *settings, pending=pending)), *batch
 
     start = torch.randn(5, features, generator=generator).to(device)
     counts = torch.tensor([3.0, 1, 2, 5, 0], device=device)

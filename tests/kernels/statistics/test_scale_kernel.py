@@ -28,9 +28,12 @@ PUBLISHED: dict[str, Any] = {"eps": 1e-4, "floor": 0.0, "min_tokens": 0}
         {"clamp": 1.2},
         {"normalize": "feature", "clamp": 10.0, **PUBLISHED},
         {"normalize": "global", "clamp": 1.5, **PUBLISHED},
+        {"normalize": "global", "clamp": 1.5, **PUBLISHED, "mean_before_clamp": True},
+        {"normalize": "feature", "clamp": 1.5, **PUBLISHED, "mean_before_clamp": True},
+        {"clamp": 1.5, "mean_before_clamp": True},
     ],
     ids=str,
-    keep=(0, 6),
+    keep=(0, 6, 8),
 )
 def test_the_kernel_is_the_reference(
     options: dict[str, Any], generator: torch.Generator, device: str
@@ -53,6 +56,42 @@ def test_the_kernel_is_the_reference(
     assert torch.allclose(scale.double(), wanted, rtol=5e-5, atol=0)
     assert torch.allclose(spread.double(), wide, rtol=2e-5, atol=0)
     assert torch.equal(count, wanted_count)
+
+
+@pytest.mark.parametrize("chosen", [None, [0, 0, 3, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
+@mostly_slow(
+    "options",
+    [
+        {"normalize": "feature", "clamp": 10.0},
+        {"normalize": "global", "clamp": 1.5, "mean_before_clamp": True},
+        {},  # cluster
+        {"normalize": "feature", "clamp": 1.2, "mean_before_clamp": True},
+    ],
+    ids=str,
+    keep=(0, 1, 2),
+)
+def test_means_end_at_the_last_chosen_cluster(
+    options: dict[str, Any], chosen: list[int] | None, generator: torch.Generator, device: str
+) -> None:
+    """Clusters 1, 4 and 5 are empty, and 2 and 3 have tokens; without a choice, tokens count."""
+    x = torch.randn(T, D, generator=generator).exp().to(device)
+    assignment = torch.tensor([0, 2, 3], device=device).repeat(T)[:T]
+    settings = ScaleSettings(**options, **PUBLISHED, mean_over="chosen")
+    wide, count = dispersion_and_count(x.double(), assignment, C)
+    counted = [True] * 4 + [False] * 2 if chosen is None else [True] * 3 + [False] * 3
+    counted = [False] * C if chosen == [0] * C else counted
+    mask = torch.tensor(counted, device=device)
+    wanted = scale_from_dispersion(wide, count, **options, **PUBLISHED, counted=mask)
+    for dtype in (torch.int64, torch.float32, torch.bool):
+        given = None if chosen is None else torch.tensor(chosen, device=device).to(dtype)
+        scale, _, _ = fused_cluster_scale(x, assignment, C, settings, chosen=given)
+        torch.testing.assert_close(scale.double(), wanted, rtol=5e-5, atol=0)
+        assert (scale[~mask] == 1).all()
+        if chosen is None:
+            return
+    column = torch.tensor([chosen] * 2, device=device).t()[:, 0]  # not contiguous
+    again, _, _ = fused_cluster_scale(x, assignment, C, settings, chosen=column)
+    assert torch.equal(again, scale)
 
 
 @mostly_slow("sets", [None, 2])
@@ -117,7 +156,7 @@ def test_the_op_is_well_formed(generator: torch.Generator, device: str) -> None:
     x = torch.randn(1, 9, 3, generator=generator).to(device)
     assignment = torch.zeros(1, 9, device=device).long()
     places = (torch.empty(2, 3, device=device), torch.empty(2, device=device))
-    args = (x, assignment, None, *places, "mad", "cluster", 1e-3, 0.0, None, 2)
+    args = (x, assignment, None, None, *places, "mad", "cluster", 1e-3, 0.0, None, 2, False, "all")
     torch.library.opcheck(scale_op, args, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -3,6 +3,8 @@
 T tokens, D features, C clusters, X any leading dimensions.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from acmoe.ops.statistics.scale_op import (
     constant_dispersion,
     fused_cluster_scale,
 )
+from acmoe.ops.statistics.set_op import lists_pay, set_cluster_scale, set_dispersion
 from acmoe.ops.statistics.sorted_op import sorted_cluster_scale, sorted_dispersion
 
 
@@ -66,8 +69,17 @@ def _dispersion_triton(
     order: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    sorted_tokens = _unpacked(order, num_clusters)
     if measure in SCALE_MEASURES and not records_gradient(x):
+        by_lists = _by_lists(x, num_clusters, order)
+        if by_lists and eager(x, assignment, token_mask, order):
+            return set_dispersion(
+                *(x, assignment, num_clusters),
+                measure=measure,
+                token_mask=token_mask,
+                order=order,
+                into=out,
+            )
+        sorted_tokens = None if x.dim() == 3 else _unpacked(order, num_clusters)
         if sorted_tokens is not None:
             return sorted_dispersion(x, sorted_tokens, measure=measure, into=out)
         if eager(x, assignment, token_mask):
@@ -131,10 +143,6 @@ def _scale_unsupported(x: Tensor, options: ScaleOptions, measure: str) -> str | 
         return f"measure={measure!r} has no kernel"
     if options.strength is not None:
         return "its kernel takes 1/s, not the optimum of a given strength"
-    if options.mean_over != "all":
-        return "its kernel takes means over all clusters, not up to the last chosen one"
-    if options.mean_before_clamp and options.clamp is not None:
-        return "its kernel takes means of clamped weights"
     if records_gradient(x):
         return "its kernel has no gradient"
     return triton_unsupported(x)
@@ -152,15 +160,28 @@ def _scale_triton(
     order: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
+    if x.dim() == 3 and x.shape[0] == 1 and order is not None and order.numel() > 0:
+        one_set: dict[str, Any] = {
+            "measure": measure,
+            "order": order,
+            "out": out and (out[0][0], out[1][0]),
+        }
+        return _scale_triton(x[0], assignment[0], num_clusters, options, **one_set)[None]
     settings = ScaleSettings.of(measure, options)
-    sorted_tokens = _unpacked(order, num_clusters)
-    if sorted_tokens is not None:
-        found = sorted_cluster_scale(x, sorted_tokens, settings, into=out)
+    tokens: tuple[Tensor, Tensor, int, ScaleSettings] = (x, assignment, num_clusters, settings)
+    named: dict[str, Any] = {"chosen": options.chosen, "into": out}
+    found: tuple[Tensor, Tensor | None, Tensor]
+    if _by_lists(x, num_clusters, order):
+        read = options.transform is not None
+        named |= {"token_mask": token_mask, "order": order, "with_dispersion": read}
+        found = set_cluster_scale(*tokens, **named)
+    elif x.dim() == 2 and (clusters := _unpacked(order, num_clusters)) is not None:
+        found = sorted_cluster_scale(x, clusters, settings, **named)
     else:
-        found = fused_cluster_scale(
-            x, assignment, num_clusters, settings, token_mask=token_mask, into=out
-        )
-    return options.transformed(*found)
+        found = fused_cluster_scale(*tokens, token_mask=token_mask, **named)
+    scale, spread, count = found
+    # Only a transform reads the dispersion of the lists.
+    return scale if spread is None else options.transformed(scale, spread, count)
 
 
 NOT_SEPARABLE = "its kernel scales each cluster by itself; these options compare clusters"
@@ -192,6 +213,14 @@ def _written(
     for buffer, value in zip(out or (), found, strict=False):
         buffer.copy_(value.detach())
     return found
+
+
+def _by_lists(x: Tensor, num_clusters: int, order: Tensor | None) -> bool:
+    """Return True if the kernel for many sets of tokens serves x (triton/set_dispersion.py)."""
+    if x.dim() != 3:
+        return False
+    sizes = x.shape[0], x.shape[1], num_clusters, x.shape[2]
+    return lists_pay(*sizes, is_sorted=order is not None and order.numel() > 0)
 
 
 def _unpacked(order: Tensor | None, num_clusters: int) -> TokenOrder | None:

@@ -127,12 +127,12 @@ def record_scale(
     """
     tokens = (x, assignment, token_mask, order)
     launches = not x.is_cpu or interpreting()
-    if launches and options.transform is None and _one_tape(pending, *tokens):
+    if launches and options.transform is None and _one_tape(pending, *tokens, options.chosen):
         kernel = measure_scale.select(x, assignment, num_clusters, options, measure=measure)
         if kernel.name == "triton":
             runs = scale_op.launched_scale, sorted_op.launched_scale
             settings = scale_op.ScaleSettings.of(measure, options)
-            return _repeated(runs, pending, tokens, num_clusters, settings)[0]
+            return _repeated(runs, pending, tokens, num_clusters, settings, options.chosen)[0]
     x_TD = x if x.dim() == 2 else x.flatten(0, -2)
     cluster_T = assignment if assignment.dim() == 1 else assignment.flatten()
     mask_T = None if token_mask is None else token_mask.flatten()
@@ -189,17 +189,20 @@ def _repeated(
     tokens: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     num_clusters: int,
     settings: tuple[Any, ...],
-    known: Tensor | None = None,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the results of one of `runs`, for tokens in any order or sorted, by a tape."""
+    """Return the results of one of `runs`, for tokens in any order or sorted, by a tape.
+
+    beside: the tensor that a launch reads beside the tokens, `known` or `chosen`.
+    """
     x, assignment, token_mask, order = tokens
-    written = (*(pending or (None, None)), known)
+    others = (*(pending or (None, None)), beside)
     if order is not None and order.numel() > 0:
         constants = (num_clusters, runs[1], settings)
-        return taped(_run_sorted, (x, order, *written), constants)
+        return taped(_run_sorted, (x, order, *others), constants)
     check_clusters(assignment, num_clusters)
     constants = (num_clusters, runs[0], settings)
-    return taped(_run_unsorted, (x, assignment, token_mask, *written), constants)
+    return taped(_run_unsorted, (x, assignment, token_mask, *others), constants)
 
 
 def _run_unsorted(
@@ -208,7 +211,7 @@ def _run_unsorted(
     token_mask: Tensor | None,
     mean_CD: Tensor | None,
     count_C: Tensor | None,
-    known_CD: Tensor | None,
+    beside: Tensor | None,
     num_clusters: int,
     launched: Callable[..., tuple[Tensor, ...]],
     settings: tuple[Any, ...],
@@ -217,7 +220,7 @@ def _run_unsorted(
     mask_T = None if token_mask is None else token_mask.flatten()
     sets = as_sets(_all_tokens(x), assignment.flatten(), mask_T)
     batch = _new_batch(x, num_clusters)
-    return launched(*sets, *batch, *settings, **_options(mean_CD, count_C, known_CD))
+    return launched(*sets, beside, *batch, *settings, pending=_both(mean_CD, count_C))
 
 
 def _run_sorted(
@@ -225,7 +228,7 @@ def _run_sorted(
     order: Tensor,
     mean_CD: Tensor | None,
     count_C: Tensor | None,
-    known_CD: Tensor | None,
+    beside: Tensor | None,
     num_clusters: int,
     launched: Callable[..., tuple[Tensor, ...]],
     settings: tuple[Any, ...],
@@ -235,15 +238,12 @@ def _run_sorted(
     x_TD = _all_tokens(x)
     sorted_op.check_sorted(x_TD, clusters, settings[0])
     batch = _new_batch(x, num_clusters)
-    return launched(x_TD, *clusters, *batch, *settings, **_options(mean_CD, count_C, known_CD))
+    both = _both(mean_CD, count_C)
+    return launched(x_TD, *clusters, beside, *batch, *settings, pending=both)
 
 
-def _options(
-    mean_CD: Tensor | None, count_C: Tensor | None, known_CD: Tensor | None
-) -> dict[str, Any]:
-    """Return the options of a launch; only that of a dispersion has `known`."""
-    pending = None if mean_CD is None or count_C is None else (mean_CD, count_C)
-    return {"pending": pending} | ({} if known_CD is None else {"known": known_CD})
+def _both(mean_CD: Tensor | None, count_C: Tensor | None) -> Pending | None:
+    return None if mean_CD is None or count_C is None else (mean_CD, count_C)
 
 
 def _all_tokens(x: Tensor) -> Tensor:

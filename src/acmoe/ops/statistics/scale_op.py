@@ -21,8 +21,7 @@ from acmoe.ops.statistics.scale import ScaleOptions, check_normalize
 from acmoe.ops.taped import taped
 
 if TYPE_CHECKING:
-    from acmoe.ops.statistics.triton.dispersion import Partials
-    from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
+    from acmoe.ops.statistics.triton.scale import StatsInput
 
 # The measures that are computed from sums alone.
 SCALE_MEASURES = ("mad", "variance", "std")
@@ -40,6 +39,8 @@ class ScaleSettings(NamedTuple):
     eps: float = 0.0
     clamp: float | None = None
     min_tokens: int = 2
+    mean_before_clamp: bool = False
+    mean_over: str = "all"
 
     @classmethod
     def of(cls, measure: str, options: ScaleOptions) -> "ScaleSettings":
@@ -47,7 +48,12 @@ class ScaleSettings(NamedTuple):
         return cls(
             *(measure, options.normalize, options.floor),
             *(options.eps, options.clamp, options.min_tokens),
+            *(options.mean_before_clamp, options.mean_over),
         )
+
+    def is_separable(self) -> bool:
+        """Return True if the scale of a cluster does not depend on other clusters."""
+        return self.normalize == "cluster" and self.clamp is None and self.mean_over == "all"
 
 
 DEFAULTS = ScaleSettings()
@@ -60,17 +66,18 @@ def fused_cluster_scale(
     settings: ScaleSettings = DEFAULTS,
     *,
     token_mask: Tensor | None = None,
+    chosen: Tensor | None = None,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return scale and dispersion (C, D) and count (C,), each with a leading B for x of (B, T, D).
 
-    The results are float32 and detached. The other arguments are those of `dispersion`. into:
-    buffers for dispersion and count; None allocates them.
+    The results are float32 and detached. The other arguments are those of `dispersion`. chosen:
+    `ScaleOptions.chosen`. into: buffers for dispersion and count; None allocates them.
     """
     check_kernel_input(x, assignment, num_clusters, settings.measure, token_mask, SCALE_MEASURES)
     check_normalize(settings.normalize)
     spread, count = output_buffers(x, (*x.shape[:-2], num_clusters, x.shape[-1]), into)
-    tensors = (*as_sets(x.detach(), assignment, token_mask), spread, count)
+    tensors = (*as_sets(x.detach(), assignment, token_mask), chosen, spread, count)
     if not eager(x, assignment, token_mask, spread):
         return scale_op(*tensors, *settings), spread, count
     return taped_into(launched_scale, tensors, settings)[0], spread, count
@@ -91,7 +98,7 @@ def constant_dispersion(
     """
     check_kernel_input(x, assignment, num_clusters, measure, token_mask, SCALE_MEASURES)
     spread, count = output_buffers(x, (*x.shape[:-2], num_clusters, x.shape[-1]), into)
-    tensors = (*as_sets(x.detach(), assignment, token_mask), spread, count)
+    tensors = (*as_sets(x.detach(), assignment, token_mask), None, spread, count)
     taped_into(launched_dispersion, tensors, (measure,))
     return spread, count
 
@@ -131,6 +138,7 @@ def scale_op(
     x: Tensor,
     assignment: Tensor,
     token_mask: Tensor | None,
+    chosen: Tensor | None,
     spread: Tensor,
     count: Tensor,
     measure: str,
@@ -139,17 +147,19 @@ def scale_op(
     eps: float,
     clamp: float | None,
     min_tokens: int,
+    mean_before_clamp: bool,
+    mean_over: str,
 ) -> Tensor:
     """Return the scale, shaped as `spread`, of x (B, T, D); fill spread and count.
 
     For B = 1 spread and count may lack the leading dimension.
     """
-    settings = (measure, normalize, floor, eps, clamp, min_tokens)
-    return launched_scale(x, assignment, token_mask, spread, count, *settings)[0]
+    settings = (measure, normalize, floor, eps, clamp, min_tokens, mean_before_clamp, mean_over)
+    return launched_scale(x, assignment, token_mask, chosen, spread, count, *settings)[0]
 
 
 @scale_op.register_fake
-def _(x, assignment, token_mask, spread, *rest):  # type: ignore[no-untyped-def]
+def _(x, assignment, token_mask, chosen, spread, *rest):  # type: ignore[no-untyped-def]
     return torch.empty_like(spread)
 
 
@@ -157,6 +167,7 @@ def launched_scale(
     x: Tensor,
     assignment: Tensor,
     token_mask: Tensor | None,
+    chosen: Tensor | None,
     spread: Tensor,
     count: Tensor,
     *constants: Any,
@@ -168,62 +179,71 @@ def launched_scale(
     settings = ScaleSettings(*constants)
     C, term = spread.shape[-2], summed_term(settings.measure)
     partials = partial_sums(x, assignment, token_mask, C, term)
-    return written_scale(partials, spread, count, settings, pending)
+    return written_scale(partials, chosen, spread, count, settings, pending)
 
 
 def launched_dispersion(
     x: Tensor,
     assignment: Tensor,
     token_mask: Tensor | None,
+    known: Tensor | None,
     spread: Tensor,
     count: Tensor,
     measure: str,
     *,
     pending: Pending | None = None,
-    known: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Fill spread and count, as `scale_op` does; return a copy of `known`, if any."""
     from acmoe.ops.statistics.triton.dispersion import partial_sums
 
     C, term = spread.shape[-2], summed_term(measure)
     partials = partial_sums(x, assignment, token_mask, C, term)
-    return write_dispersion(partials, spread, count, measure, pending, known)
+    return write_dispersion(partials, known, spread, count, measure, pending)
 
 
 def written_scale(
-    stats_input: "Partials | SortedTokens",
-    spread: Tensor,
+    stats_input: "StatsInput",
+    chosen: Tensor | None,
+    spread: Tensor | None,
     count: Tensor,
     settings: ScaleSettings,
     pending: Pending | None,
 ) -> tuple[Tensor]:
-    """Return the scale, shaped as `spread`; fill spread and count, and add them to `pending`."""
+    """Return the scale; fill spread and count, and add them to `pending`.
+
+    spread: None where the kernel need not store the dispersion, which leaves `pending` alone.
+    """
     from acmoe.ops.statistics.triton.scale import reduce_to_scale
 
     into = _with_sets(spread, count)
-    scale, _, _ = reduce_to_scale(stats_input, settings, into=into, pending=pending)
-    return (scale.view_as(spread),)
+    scale, _, _ = reduce_to_scale(stats_input, settings, into=into, pending=pending, chosen=chosen)
+    return (scale.view(*count.shape, scale.shape[-1]),)
 
 
 def write_dispersion(
-    stats_input: "Partials | SortedTokens",
+    stats_input: "StatsInput",
+    known: Tensor | None,
     spread: Tensor,
     count: Tensor,
     measure: str,
     pending: Pending | None,
-    known: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Fill spread and count, and add them to `pending`; return a copy of `known`, if any."""
     from acmoe.ops.statistics.triton.scale import reduce_to_dispersion
 
-    root, into = measure == "std", _with_sets(spread, count)
+    spread_BCD, count_BC = _with_sets(spread, count)
+    assert spread_BCD is not None
     *_, copied = reduce_to_dispersion(
-        stats_input, root=root, into=into, pending=pending, known=known
+        stats_input,
+        root=measure == "std",
+        into=(spread_BCD, count_BC),
+        pending=pending,
+        known=known,
     )
     return () if copied is None else (copied.view_as(spread),)
 
 
-def _with_sets(spread: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+def _with_sets(spread: Tensor | None, count: Tensor) -> tuple[Tensor | None, Tensor]:
     """Return views (B, C, D) and (B, C); for B = 1 the leading dimension may be missing."""
-    C, D = spread.shape[-2:]
-    return spread.view(-1, C, D), count.view(-1, C)
+    count_BC = count.view(-1, count.shape[-1])
+    return (spread if spread is None else spread.view(*count_BC.shape, -1)), count_BC

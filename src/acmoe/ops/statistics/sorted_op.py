@@ -33,13 +33,14 @@ def sorted_cluster_scale(
     clusters: TokenOrder,
     settings: ScaleSettings = DEFAULTS,
     *,
+    chosen: Tensor | None = None,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return scale and dispersion (C, D) and count (C,) of x (T, D); see `fused_cluster_scale`."""
     check_sorted(x, clusters, settings.measure)
     check_normalize(settings.normalize)
     spread, count = output_buffers(x, _shape(x, clusters), into)
-    tensors = (x.detach(), *clusters, spread, count)
+    tensors = (x.detach(), *clusters, chosen, spread, count)
     if not eager(x, clusters.token, spread):
         return sorted_scale_op(*tensors, *settings), spread, count
     return taped_into(launched_scale, tensors, settings)[0], spread, count
@@ -55,11 +56,11 @@ def sorted_dispersion(
     """Return dispersion (C, D) and count (C,) of x (T, D), written to `into` if given."""
     check_sorted(x, clusters, measure)
     spread, count = output_buffers(x, _shape(x, clusters), into)
-    tensors = (x.detach(), *clusters, spread, count)
+    tokens = x.detach(), *clusters
     if eager(x, clusters.token, spread):
-        taped_into(launched_dispersion, tensors, (measure,))
+        taped_into(launched_dispersion, (*tokens, None, spread, count), (measure,))
     else:
-        sorted_dispersion_op(*tensors, measure)
+        sorted_dispersion_op(*tokens, spread, count, measure)
     return spread, count
 
 
@@ -89,6 +90,7 @@ def sorted_scale_op(
     token: Tensor,
     begin: Tensor,
     end: Tensor,
+    chosen: Tensor | None,
     spread: Tensor,
     count: Tensor,
     measure: str,
@@ -97,14 +99,16 @@ def sorted_scale_op(
     eps: float,
     clamp: float | None,
     min_tokens: int,
+    mean_before_clamp: bool,
+    mean_over: str,
 ) -> Tensor:
     """Return the scale (C, D) of x (T, D), sorted by cluster; fill spread (C, D), count (C,)."""
-    settings = (measure, normalize, floor, eps, clamp, min_tokens)
-    return launched_scale(x, token, begin, end, spread, count, *settings)[0]
+    settings = (measure, normalize, floor, eps, clamp, min_tokens, mean_before_clamp, mean_over)
+    return launched_scale(x, token, begin, end, chosen, spread, count, *settings)[0]
 
 
 @sorted_scale_op.register_fake
-def _(x, token, begin, end, spread, *rest):  # type: ignore[no-untyped-def]
+def _(x, token, begin, end, chosen, spread, *rest):  # type: ignore[no-untyped-def]
     return torch.empty_like(spread)
 
 
@@ -119,7 +123,7 @@ def sorted_dispersion_op(
     measure: str,
 ) -> None:
     """Fill spread (C, D) and count (C,) with the dispersion and token count of each cluster."""
-    launched_dispersion(x, token, begin, end, spread, count, measure)
+    launched_dispersion(x, token, begin, end, None, spread, count, measure)
 
 
 @sorted_dispersion_op.register_fake
@@ -132,6 +136,7 @@ def launched_scale(
     token: Tensor,
     begin: Tensor,
     end: Tensor,
+    chosen: Tensor | None,
     spread: Tensor,
     count: Tensor,
     *constants: Any,
@@ -142,7 +147,7 @@ def launched_scale(
 
     settings = ScaleSettings(*constants)
     tokens = SortedTokens(x, token, begin, end, summed_term(settings.measure))
-    return written_scale(tokens, spread, count, settings, pending)
+    return written_scale(tokens, chosen, spread, count, settings, pending)
 
 
 def launched_dispersion(
@@ -150,15 +155,15 @@ def launched_dispersion(
     token: Tensor,
     begin: Tensor,
     end: Tensor,
+    known: Tensor | None,
     spread: Tensor,
     count: Tensor,
     measure: str,
     *,
     pending: Pending | None = None,
-    known: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Do what `sorted_dispersion_op` does; return a copy of `known`, if any."""
     from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
 
     tokens = SortedTokens(x, token, begin, end, summed_term(measure))
-    return write_dispersion(tokens, spread, count, measure, pending, known)
+    return write_dispersion(tokens, known, spread, count, measure, pending)

@@ -111,7 +111,7 @@ class ClusterStatistics(RunningAverage):
             return kept
         else:
             self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order)
-            scale = self._sequence_scale(x_BLD, assignment_BL, token_mask_BL)
+            scale = self._sequence_scale(x_BLD, assignment_BL, token_mask_BL, order)
         return scale if slot is None else slot.scale_once(scale)
 
     def _batch_scale(
@@ -152,13 +152,18 @@ class ClusterStatistics(RunningAverage):
         return snapshot(scale, accumulation_dtype(x_BLD.dtype), training=self.training)
 
     def _sequence_scale(
-        self, x_BLD: Tensor, assignment_BL: Tensor, token_mask_BL: Tensor | None
+        self,
+        x_BLD: Tensor,
+        assignment_BL: Tensor,
+        token_mask_BL: Tensor | None,
+        order: Tensor | None,
     ) -> Tensor:
         """Return the (B, C, D) scale of each sequence by itself."""
         return measure_scale(
             *(x_BLD, assignment_BL, self.num_clusters, self.options),
             measure=self.config.measure,
             token_mask=token_mask_BL,
+            order=order,
         )
 
     def _record_dispersion(

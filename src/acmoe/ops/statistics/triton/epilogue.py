@@ -30,7 +30,7 @@ ROW_STATISTICS = tl.constexpr(3)  # mean dispersion, 1 if informative, sum of we
 class Outputs(NamedTuple):
     """The tensors that the epilogue writes, and the one that it may copy."""
 
-    dispersion: Tensor  # (C, D) float32, with a leading B if there are several sets
+    dispersion: Tensor | None  # (C, D) float32, with a leading B if there are several sets
     count: Tensor  # (C,)
     out: Tensor  # the result
     pending: Tensor | None = None  # means (C, D) that the dispersion is added to
@@ -66,7 +66,7 @@ def cluster_epilogue(
     total: float64 sums of all features d. row: index of the cluster in the outputs. pending: means
     and counts that the dispersion is added to, or None. RESULT: "dispersion" (nothing more), "copy"
     (the known numbers (C, D), copied), "scale", or "rows" (the ROW_STATISTICS that scale.py
-    normalises by).
+    normalises by). dispersion_ptr: None stores no dispersion.
     """
     valid = d < D
     if RESULT == "copy":
@@ -83,7 +83,8 @@ def cluster_epilogue(
     mean = mean_of(s, valid, D)
     # One token that is not finite makes all features of its cluster NaN, through the mean.
     s = tl.where(mean == mean, s, float("nan"))
-    tl.store(dispersion_ptr + row * D + d, s, mask=valid)
+    if dispersion_ptr is not None:
+        tl.store(dispersion_ptr + row * D + d, s, mask=valid)
     tl.store(count_ptr + row, tokens.to(tl.float32))
     if pending_ptr is not None:
         # Finite float32 numbers have a finite mean in float64, and others have not.

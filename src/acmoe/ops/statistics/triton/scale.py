@@ -1,9 +1,11 @@
 """From partial sums to dispersion and scale (B, C, D): the Triton form of ops/statistics/scale.py.
 
 One program per cluster reduces the partials of all token splits (dispersion.py) and runs the
-epilogue; the kernel for sorted tokens runs the same epilogue itself (sorted_dispersion.py). Where
-each cluster is normalised by itself (normalize="cluster" without clamp, the default) the epilogue
-writes the scale. The other normalisations compare clusters and take one more launch.
+epilogue; the kernels for sorted tokens (sorted_dispersion.py) and for the token lists of many sets
+(set_dispersion.py) run the same epilogue themselves. Where each cluster is normalised by itself
+(normalize="cluster" without clamp, the default) the epilogue writes the scale. The other
+normalisations compare clusters and take one more launch, and so do means that end at the last
+chosen cluster (mean_over="chosen").
 
     reduce partials   P C D partials read, 2 C D written (float32)
     normalise         C D read, C D written; with a clamp every program also reads all C D from L2,
@@ -31,6 +33,7 @@ from acmoe.ops.statistics.triton.epilogue import (
     clamp_to_float32,
     cluster_epilogue,
 )
+from acmoe.ops.statistics.triton.set_dispersion import SetTokens, measure_sets
 from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens, measure_sorted
 
 if TYPE_CHECKING:
@@ -39,9 +42,11 @@ if TYPE_CHECKING:
 # Elements (clusters x features) of one program of the normalising kernel.
 NORMALISE_TILE = 2048
 
+StatsInput = Partials | SortedTokens | SetTokens
+
 
 def reduce_to_dispersion(
-    stats_input: Partials | SortedTokens,
+    stats_input: StatsInput,
     *,
     root: bool,
     into: tuple[Tensor, Tensor] | None = None,
@@ -63,58 +68,77 @@ def reduce_to_dispersion(
 
 
 def reduce_to_scale(
-    stats_input: Partials | SortedTokens,
+    stats_input: StatsInput,
     settings: "ScaleSettings",
     *,
-    into: tuple[Tensor, Tensor] | None = None,
+    into: tuple[Tensor | None, Tensor] | None = None,
     pending: Pending | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scale and dispersion (B, C, D) and count (B, C); see `reduce_to_dispersion`."""
-    direct = settings.normalize == "cluster" and settings.clamp is None
+    chosen: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return scale and dispersion (B, C, D) and count (B, C); see `reduce_to_dispersion`.
+
+    into: its dispersion may be None for `SetTokens`, if nobody reads it. chosen: (C,), not 0 for
+    chosen clusters; settings.mean_over="chosen" reads it. None: clusters with tokens.
+    """
     spread_BCD, count_BC = into or _allocate(stats_input)
-    scale_BCD = torch.empty_like(spread_BCD)
+    if spread_BCD is None and not settings.is_separable():
+        spread_BCD, _ = _allocate(stats_input)
+    scale_BCD = count_BC.new_empty(*count_BC.shape, stats_input[0].shape[-1])
     out = scale_BCD
-    if not direct:
-        sizes = (*spread_BCD.shape[:2], ROW_STATISTICS.value)
-        out = spread_BCD.new_empty(sizes, dtype=torch.float64)
+    if not settings.is_separable():
+        sizes = (*count_BC.shape, ROW_STATISTICS.value)
+        out = count_BC.new_empty(sizes, dtype=torch.float64)
     outputs = Outputs(spread_BCD, count_BC, out, *(pending or (None, None)))
     options = settings.floor, settings.eps, settings.min_tokens
-    root = settings.measure == "std"
-    _reduce(stats_input, outputs, Epilogue("scale" if direct else "rows", root, *options))
-    if not direct:
-        _normalise(spread_BCD, out, scale_BCD, settings)
+    result, root = "scale" if settings.is_separable() else "rows", settings.measure == "std"
+    _reduce(stats_input, outputs, Epilogue(result, root, *options))
+    if not settings.is_separable():
+        _normalise(outputs, scale_BCD, settings, chosen)
     return scale_BCD, spread_BCD, count_BC
 
 
 def _normalise(
-    spread_BCD: Tensor, rows: Tensor, scale_BCD: Tensor, settings: "ScaleSettings"
+    outputs: Outputs, scale_BCD: Tensor, settings: "ScaleSettings", chosen: Tensor | None
 ) -> None:
-    """Write the scale of a normalisation that compares clusters. rows: their ROW_STATISTICS."""
-    B, C, D = spread_BCD.shape
+    """Write the scale of a normalisation that compares clusters; outputs.out: ROW_STATISTICS."""
+    B, C, D = scale_BCD.shape
     BC = next_power_of_2(C)
     BD = max(16, min(next_power_of_2(D), NORMALISE_TILE // BC))
+    # Clusters with tokens are those of each set, chosen ones those of all sets.
+    strides = (C, 1) if chosen is None else (0, chosen.stride(0))
+    chosen = outputs.count if chosen is None else chosen
+    if chosen.dtype == torch.bool:
+        chosen = chosen.view(torch.uint8)
     launch(
-        _normalise_kernel, (B, cdiv(D, BD)), spread_BCD, rows, scale_BCD, C, D, settings.floor,
-        settings.eps, settings.clamp or 0.0, NORMALIZE=settings.normalize,
-        CLAMPED=settings.clamp is not None, BC=BC, BD=BD, num_warps=8,
+        _normalise_kernel, (B, cdiv(D, BD)), outputs.dispersion, outputs.out, chosen, scale_BCD,
+        *strides, C, D, settings.floor, settings.eps, settings.clamp or 0.0,
+        NORMALIZE=settings.normalize, CLAMPED=settings.clamp is not None,
+        MEAN_BEFORE=settings.mean_before_clamp, TO_LAST=settings.mean_over == "chosen", BC=BC,
+        BD=BD, num_warps=8,
     )  # fmt: skip
 
 
-def _allocate(stats_input: Partials | SortedTokens) -> tuple[Tensor, Tensor]:
+def _allocate(stats_input: StatsInput) -> tuple[Tensor, Tensor]:
     """Allocate the outputs: dispersion (B, C, D) and count (B, C)."""
     if isinstance(stats_input, SortedTokens):
         B, C, D = 1, stats_input.begin.numel() - 1, stats_input.x.shape[1]
+    elif isinstance(stats_input, SetTokens):
+        B, C, D = stats_input.x.shape[0], stats_input.num_clusters, stats_input.x.shape[2]
     else:
         B, _, C, D = stats_input.spread.shape
     new = partial(stats_input[0].new_empty, dtype=torch.float32)
     return new(B, C, D), new(B, C)
 
 
-def _reduce(stats_input: Partials | SortedTokens, outputs: Outputs, epilogue: Epilogue) -> None:
+def _reduce(stats_input: StatsInput, outputs: Outputs, epilogue: Epilogue) -> None:
     """Reduce to dispersion and count, and run the epilogue."""
     if isinstance(stats_input, SortedTokens):
         measure_sorted(stats_input, outputs, epilogue)
         return
+    if isinstance(stats_input, SetTokens):
+        measure_sets(stats_input, outputs, epilogue)
+        return
+    assert outputs.dispersion is not None
     B, C, D = outputs.dispersion.shape
     width = max(16, next_power_of_2(D))
     launch(
@@ -161,20 +185,35 @@ def _weights(
 
 
 @triton.jit
+def _up_to_last(chosen_ptr, stride, c, C):
+    """Return (BC,) 1 for the clusters up to the last one that is chosen, and 0 behind it."""
+    chosen = tl.load(chosen_ptr + c * stride, mask=c < C, other=0)
+    return (c < tl.max(tl.where(chosen > 0, c + 1, 0))).to(tl.float64)
+
+
+@triton.jit
 def _normalise_kernel(
-    dispersion_ptr, rows_ptr, scale_ptr, C, D, floor, eps, clamp, NORMALIZE: tl.constexpr,
-    CLAMPED: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+    dispersion_ptr, rows_ptr, chosen_ptr, scale_ptr, set_stride, chosen_stride, C, D, floor, eps,
+    clamp, NORMALIZE: tl.constexpr, CLAMPED: tl.constexpr, MEAN_BEFORE: tl.constexpr,
+    TO_LAST: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Divide 1 / s by its mean over features, clusters or both (NORMALIZE); one feature block."""
+    """Divide 1 / s by its mean over features, clusters or both (NORMALIZE); one feature block.
+
+    MEAN_BEFORE: by the mean of the weights before the clamp. TO_LAST: clusters after the last
+    chosen one get ones, and enter no mean.
+    """
     set_id = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BC)
     row_ptr = rows_ptr + (set_id * C + c) * ROW_STATISTICS
     mean = tl.load(row_ptr, mask=c < C, other=0.0)
     informative = tl.load(row_ptr + 1, mask=c < C, other=0.0)
     row_sum = tl.load(row_ptr + 2, mask=c < C, other=0.0)
+    if TO_LAST:
+        informative *= _up_to_last(chosen_ptr + set_id * set_stride, chosen_stride, c, C)
+        row_sum *= informative
     clusters = tl.maximum(tl.sum(informative), 1.0)  # if none is informative, all rows become ones
     highest = clamp * (tl.sum(row_sum) / (clusters * D))
-    if CLAMPED and NORMALIZE != "feature":
+    if CLAMPED and NORMALIZE != "feature" and not MEAN_BEFORE:
         row_sum = tl.zeros((BC,), dtype=tl.float64)
         for start in range(0, D, BD):
             d = start + tl.arange(0, BD)
@@ -189,7 +228,12 @@ def _normalise_kernel(
     if NORMALIZE == "cluster":
         scale = weight / tl.where(informative > 0, row_sum / D, 1.0)[:, None]
     elif NORMALIZE == "feature":
-        column = tl.sum(weight, axis=0)
+        averaged = weight
+        if CLAMPED and MEAN_BEFORE:
+            averaged = _weights(
+                dispersion_ptr, set_id, c, d, C, D, mean, informative, floor, eps, highest, False
+            )
+        column = tl.sum(averaged, axis=0)
         scale = weight / tl.where(column > 0, column / clusters, 1.0)[None, :]
     else:
         overall = tl.sum(row_sum)
