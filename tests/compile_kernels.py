@@ -52,12 +52,15 @@ from acmoe.ops.experts.triton.tiles import Plan
 from acmoe.ops.experts.tune.calls import backward_calls
 from acmoe.ops.route.autograd import route_op
 from acmoe.ops.route.rescaled import rescaled_tokens
+from acmoe.ops.route.set_rows import set_rows
 from acmoe.ops.sort.op import sort_with_tokens_op
 from acmoe.ops.sort.order import TokenOrder
+from acmoe.ops.statistics.chosen import clusters_up_to_last
 from acmoe.ops.statistics.mixed_scale import mixed_scale
 from acmoe.ops.statistics.op import measure_dispersion
 from acmoe.ops.statistics.optimum import theorem_weights
 from acmoe.ops.statistics.scale_op import ScaleSettings, fused_cluster_scale
+from acmoe.ops.statistics.set_op import set_cluster_scale, set_dispersion
 from acmoe.ops.statistics.sorted_op import sorted_dispersion
 from acmoe.routing.statistics.step import fold_statistics
 
@@ -251,7 +254,8 @@ def measures() -> None:
     theorem_weights(torch.zeros(4, 37, dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64))
     use, clusters = "many small clusters", 160
     x, cluster = bf16(32 * clusters, 1024).requires_grad_(), torch.zeros(32 * clusters).long()
-    order = TokenOrder.unpack(sort_with_tokens_op(cluster[:, None], cluster, clusters)[4], clusters)
+    packed = sort_with_tokens_op(cluster[:, None], cluster, clusters)[4]
+    order = TokenOrder.unpack(packed, clusters)
     sorted_dispersion(x.detach(), order)
     scale, choices = torch.zeros(clusters, 1024), (2, True, None, 1.0)
     where = (scale, cluster, *choices, None, None)
@@ -264,13 +268,28 @@ def measures() -> None:
         spread, _ = measure_dispersion(x, assignment, 4, measure=measure, token_mask=None)
         if x.requires_grad:
             spread.sum().backward()
+    for order in (None, packed):
+        use = "lists of sets, " + ("each token's cluster" if order is None else "sorted tokens")
+        for dtype in (torch.bfloat16, torch.float32):
+            for sizes in ((8, 640, 352), (8, 640, 2048)):
+                sets = torch.zeros(sizes, dtype=dtype)
+                own = cluster.view(sizes[:2])
+                set_cluster_scale(sets, own, clusters, order=order, with_dispersion=False)
+                set_dispersion(sets, own, clusters, order=order)
+    use = "the row of each token, the last chosen cluster"
+    set_rows(cluster, 8, clusters)
+    for mask in (None, cluster == 0):
+        clusters_up_to_last(cluster[:, None], cluster[:, None], clusters, mask)
     for name, turns in {"turned": torch.zeros(2, 1, 64), "as they are": None}.items():
         use, place = f"decode step, heads {name}", torch.zeros(1, dtype=torch.int64)
         heads, rings = [bf16(2, 4, 1, 128)] * 3, [bf16(2, 4, 64, 128)] * 2
         store_in_ring(*heads, *rings, place, turns, 0.1)
     for normalize in ("cluster", "feature", "global"):
         use = f"scale {normalize}"
-        fused_cluster_scale(bf16(2, 64, 32), assignment, 4, ScaleSettings(normalize=normalize))
+        for clamped in ({}, {"clamp": 1.5, "mean_over": "chosen"}):
+            for before in (False, True):
+                settings = ScaleSettings(normalize=normalize, mean_before_clamp=before, **clamped)
+                fused_cluster_scale(bf16(2, 64, 32), assignment, 4, settings)
 
 
 def router() -> None:

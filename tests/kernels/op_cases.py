@@ -130,6 +130,18 @@ def constant_tokens_case(op: str, draw: Draw) -> Case:
     return Case(args, {"measure": "std", "out": buffers}, (), 1e-5, buffers)
 
 
+def chosen_case(draw: Draw) -> Case:
+    """Masked tokens alone chose cluster 6; the ids -1 and 7 mean "none"."""
+    ids, mask = draw.ids(0, 6, 50, 2), draw.mask(50)
+    ids[~mask] = 6
+    ids[0] = 7
+    return Case((ids, draw.ids(-1, 4, 50, 1), 7, mask), {}, (), 0)
+
+
+def rows_case(draw: Draw) -> Case:
+    return Case((draw.ids(-1, 5, 60), 4, 5), {}, (), 0)
+
+
 def prefix_case(draw: Draw) -> Case:
     before = PrefixMoments.empty(2, 3, 8, device=draw.device, dtype=torch.float32)
     args = (draw.normal(2, 17, 8), draw.ids(0, 3, 2, 17, 1), before)
@@ -261,6 +273,8 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "clamped_swiglu": clamped_case,
     "measure_dispersion": dispersion_case,
     "measure_scale": scale_case,
+    "clusters_up_to_last": chosen_case,
+    "set_rows": rows_case,
     "measure_prefix": prefix_case,
     "measure_prefix_scale": prefix_scale_case,
     "theorem_weights": theorem_case,

@@ -23,6 +23,7 @@ WITHOUT_GEMM = {
     # Statistics of the clusters: sums over rows.
     *("dispersion", "dispersion_backward", "sorted_dispersion", "sorted_scale", "cluster_scale"),
     *("prefix_dispersion", "prefix_scale", "mixed_scale", "fold", "record_batch", "record_count"),
+    *("set_scale", "set_rows", "up_to_last"),
     *("sum_over_ranks", "dispersion_over_ranks"),
 }
 

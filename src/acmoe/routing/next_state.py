@@ -21,10 +21,10 @@ from acmoe.ops.sort.order import (
     worth_routing_sorted,
     worth_sorting,
 )
-from acmoe.ops.statistics.scale import up_to_last
+from acmoe.ops.statistics.chosen import clusters_up_to_last
 from acmoe.routing.origin import NextRouter, describe, holds_nothing, origin_codes, origin_shape
 from acmoe.routing.rescaling import RescalingRouter
-from acmoe.routing.router import Router
+from acmoe.routing.router import Router, flat_mask
 from acmoe.routing.state import Routing, RoutingState, clusters_of, no_cluster
 from acmoe.routing.statistics import ClusterStatistics, build_statistics
 from acmoe.routing.statistics.cache import StatisticsSlot
@@ -128,7 +128,10 @@ class NextState(nn.Module):
         )
         chosen_C = None
         if self.next_router.mean_over != "all":
-            chosen_C = self._chosen(routing, assignment, token_mask)
+            # All k choices count, and the clusters whose scales are mixed.
+            chosen_C = clusters_up_to_last(
+                routing.expert_ids, assignment, routing.affinity.shape[-1], flat_mask(token_mask)
+            )
         first_T = assignment[:, 0] if routing.first is None else routing.first
         if self.statistics is None:
             scale = self._unread_scale(state, chosen_C)
@@ -160,7 +163,7 @@ class NextState(nn.Module):
     def _unread_scale(self, state: RoutingState, chosen_C: Tensor | None) -> Tensor:
         """Return (C, D) ones. With chosen_C, clusters after the last chosen one have zeros."""
         if chosen_C is not None:
-            return torch.ones_like(state.scale) * up_to_last(chosen_C)[:, None]
+            return chosen_C[:, None].expand_as(state.scale).to(state.scale.dtype)
         return ones_like(
             state.scale, holds_ones=state.origin.shape == origin_shape(self.next_router)
         )
@@ -186,19 +189,6 @@ class NextState(nn.Module):
                 x, first, mask, slot, order=order, chosen_C=chosen_C
             )
 
-    def _chosen(self, routing: Routing, assignment: Tensor, token_mask: Tensor | None) -> Tensor:
-        """Return (C,) True for experts that a token chose.
-
-        All k choices count, and the clusters whose scales are mixed.
-        """
-        C = routing.affinity.shape[-1]
-        ids_TX = torch.cat([routing.expert_ids, assignment], dim=1)
-        if token_mask is not None:
-            ids_TX = ids_TX.masked_fill(~token_mask.reshape(-1, 1), C)
-        # The last entry takes the ids of "no expert".
-        chosen = torch.zeros(C + 1, dtype=torch.bool, device=ids_TX.device)
-        return chosen.index_fill(0, ids_TX.flatten(), True)[:C]
-
     def clusters(self, routing: Routing) -> Tensor | None:
         """Return the (T,) clusters by which kernels want the tokens sorted, or None.
 
@@ -212,10 +202,10 @@ class NextState(nn.Module):
             return None
         if self.next_router.mix != 1 or not worth_sorting(*routing.affinity.shape):
             return None
-        # Every mode measures all tokens of a training call. In evaluation only `batch` does; with
-        # running averages the next router reads the order.
+        # Every mode measures all tokens of a training call. In evaluation only `batch` and
+        # `sequence` do; with running averages the next router reads the order.
         mode = self.next_router.modes.when(training=self.training)
-        read = self.training or mode == "batch"
+        read = self.training or mode in ("batch", "sequence")
         if mode == "running":
             read = read or worth_routing_sorted(*routing.affinity.shape)
         return routing.first if read else None

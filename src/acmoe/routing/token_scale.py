@@ -6,6 +6,7 @@ T tokens, or B sequences of L tokens; D features, C clusters, J clusters per tok
 import torch
 from torch import Tensor
 
+from acmoe.ops.route.set_rows import set_rows
 from acmoe.ops.statistics.mixed_scale import mixed_scale
 from acmoe.routing.state import RoutingState
 
@@ -18,9 +19,7 @@ def own_rows(scale: Tensor, state: RoutingState, x: Tensor) -> tuple[Tensor, Ten
     """
     first_T, (T, J), B = state.assignment[:, 0], state.assignment.shape, scale.shape[0]
     if scale.dim() == 3 and J == 1:
-        sequence_T = torch.arange(B, device=scale.device).repeat_interleave(T // max(B, 1))
-        row_T = sequence_T * scale.shape[1] + first_T
-        return scale.flatten(0, 1), row_T.masked_fill(first_T < 0, -1)
+        return scale.flatten(0, 1), set_rows(first_T, B, scale.shape[1])
     row_T = torch.arange(T, device=scale.device)
     if scale.dim() == 4 and J == 1:
         return scale.flatten(0, -2), row_T.masked_fill(first_T < 0, -1)
