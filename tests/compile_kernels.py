@@ -248,6 +248,8 @@ def measures() -> None:
             rescaled_tokens(
                 torch.zeros(64, 128, dtype=dtype).requires_grad_(), *how
             ).sum().backward()
+    use = "tokens of the experts"
+    rescaled_tokens(bf16(64, 128).requires_grad_(), None, None, torch.bfloat16).sum().backward()
     use = "scale of each token"
     pairs = torch.zeros(64, 2, dtype=torch.int64)
     mixed_scale(torch.zeros(4, 128), pairs, torch.zeros(64, 2))

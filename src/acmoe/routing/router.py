@@ -83,7 +83,7 @@ class Router(Layer):
             tokens = self.rescale(x, state, token_mask=token_mask, cache=cache)
             routing = self.route(tokens, token_mask=token_mask, token_ids=token_ids)
             if self.scale_experts:
-                routing = routing._replace(expert_input=tokens.dense().to(x.dtype))
+                routing = routing._replace(expert_input=tokens.dense(x.dtype))
         return routing
 
     def count_alone(self, state: RoutingState | None) -> None:

@@ -21,13 +21,23 @@ MOST_FEATURES = 8192  # of a row, which a program holds in its registers
 
 
 @op
-def rescaled_tokens(x: Tensor, scale_CD: Tensor | None, assignment_T: Tensor | None) -> Tensor:
+def rescaled_tokens(
+    x: Tensor,
+    scale_CD: Tensor | None,
+    assignment_T: Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return the rescaled tokens (..., D) in float32: bf16 would flip near-ties of the top-k.
 
     scale: None for M = I. assignment: -1 for no cluster, M = I. Tokens beyond 2^32 are shrunk
-    (`bounded`), before and after they are rescaled.
+    (`bounded`), before and after they are rescaled. dtype: what the result is rounded to; None
+    leaves it in float32 (float64 for float64 tokens).
     """
-    x = x.to(accumulation_dtype(x.dtype))
+    wide = _multiplied(x.to(accumulation_dtype(x.dtype)), scale_CD, assignment_T)
+    return wide if dtype is None else wide.to(dtype)
+
+
+def _multiplied(x: Tensor, scale_CD: Tensor | None, assignment_T: Tensor | None) -> Tensor:
     if scale_CD is None or assignment_T is None:
         return bounded(x)
     scale_TD = rows_of(scale_CD, assignment_T)
@@ -66,13 +76,19 @@ def _unsupported(x: Tensor, scale_CD: Tensor | None, assignment_T: Tensor | None
 
 
 @rescaled_tokens.register("triton", unsupported=_unsupported, by_triton=True)
-def _rescaled_by_triton(x: Tensor, scale_CD: Tensor | None, assignment_T: Tensor | None) -> Tensor:
+def _rescaled_by_triton(
+    x: Tensor,
+    scale_CD: Tensor | None,
+    assignment_T: Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     if scale_CD is None or assignment_T is None:
         scale_CD = assignment_T = None
     else:
         check_clusters(assignment_T, scale_CD.shape[0])
         scale_CD, assignment_T = scale_CD.detach().contiguous(), assignment_T.contiguous()
-    found: Tensor = _Rescaled.apply(x, scale_CD, assignment_T)  # type: ignore[no-untyped-call]
+    given = (x, scale_CD, assignment_T, torch.float32 if dtype is None else dtype)
+    found: Tensor = _Rescaled.apply(*given)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -80,11 +96,11 @@ class _Rescaled(torch.autograd.Function):
     """The rescaled tokens, with the gradient of x."""
 
     @staticmethod
-    def forward(ctx, x, scale_CD, assignment_T):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, scale_CD, assignment_T, dtype):  # type: ignore[no-untyped-def]
         from acmoe.ops.route.triton.rescaled import rescale_rows
 
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y_TD, factor_2T = rescale_rows(rows, scale_CD, assignment_T)
+        y_TD, factor_2T = rescale_rows(rows, scale_CD, assignment_T, dtype)
         ctx.save_for_backward(scale_CD, assignment_T, factor_2T)
         ctx.dtype = x.dtype
         return y_TD.view(x.shape)
@@ -102,4 +118,4 @@ class _Rescaled(torch.autograd.Function):
             found = (rows * scale_TD * factor_2T.prod(0)[:, None]).to(ctx.dtype)
         else:
             found = rescale_gradient(rows, scale_CD, assignment_T, factor_2T, ctx.dtype)
-        return found.view(grad.shape), None, None
+        return found.view(grad.shape), None, None, None

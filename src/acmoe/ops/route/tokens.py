@@ -5,6 +5,7 @@ T tokens, D features, C clusters. A shape (..., D) has T rows in all.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from acmoe.ops.bounded import bounded
@@ -29,14 +30,16 @@ class ScaledTokens(NamedTuple):
         """Return True if the tokens are on a CPU; tensors have an attribute of this name."""
         return self.x.is_cpu
 
-    def dense(self) -> Tensor:
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return rescaled tokens (..., D) in float32: bf16 would flip near-ties of the top-k.
 
-        Tokens beyond 2^32 are shrunk (`bounded`), before and after they are rescaled.
+        Tokens beyond 2^32 are shrunk (`bounded`), before and after they are rescaled. dtype: what
+        the result is rounded to, for readers that compare nothing.
         """
         if self.product is not None:
-            return bounded(self.product)
-        return rescaled_tokens(self.x, self.scale, self.assignment)
+            found = bounded(self.product)
+            return found if dtype is None else found.to(dtype)
+        return rescaled_tokens(self.x, self.scale, self.assignment, dtype)
 
     def rows(self) -> Tensor:
         """Return the (T, D) rows that a kernel reads: `product` if given, else x."""

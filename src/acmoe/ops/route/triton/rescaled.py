@@ -1,9 +1,9 @@
-"""Rescaled tokens in float32, and the gradient of the tokens: the Triton form of ../rescaled.py.
+"""Rescaled tokens, and the gradient of the tokens: the Triton form of ../rescaled.py.
 
 A program holds whole rows, because a row whose largest value exceeds the bound is shrunk to it,
 before and after it is rescaled. Its two factors are kept for the backward; they are 1 for any token
-of ordinary size. Memory traffic: x read once, 4 T D bytes written; the backward reads these and
-writes as many bytes as x has.
+of ordinary size. Memory traffic: x read once, T D numbers written in float32 or in the dtype that
+the caller rounds to; the backward reads as many and writes as many bytes as x has.
 
 T tokens, D features, C clusters.
 """
@@ -20,14 +20,14 @@ _ELEMENTS = 2048  # of a program, at least
 
 
 def rescale_rows(
-    x_TD: Tensor, scale_CD: Tensor | None, assignment_T: Tensor | None
+    x_TD: Tensor, scale_CD: Tensor | None, assignment_T: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return x * scale (T, D) in float32, and the factors (2, T) by which rows were shrunk.
+    """Return x * scale (T, D), rounded to dtype, and the factors (2, T) by which rows were shrunk.
 
     scale: None for a scale of one.
     """
-    y_TD = x_TD.new_empty(x_TD.shape, dtype=torch.float32)
-    factor_2T = y_TD.new_empty(2, x_TD.shape[0])
+    y_TD = x_TD.new_empty(x_TD.shape, dtype=dtype)
+    factor_2T = y_TD.new_empty(2, x_TD.shape[0], dtype=torch.float32)
     _launch(x_TD, scale_CD, assignment_T, factor_2T, y_TD, gradient=False)
     return y_TD, factor_2T
 
