@@ -62,6 +62,7 @@ from acmoe.ops.statistics.optimum import theorem_weights
 from acmoe.ops.statistics.scale_op import ScaleSettings, fused_cluster_scale
 from acmoe.ops.statistics.set_op import set_cluster_scale, set_dispersion
 from acmoe.ops.statistics.sorted_op import sorted_dispersion
+from acmoe.ops.unit import unit_rows
 from acmoe.routing.statistics.step import fold_statistics
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
@@ -248,6 +249,8 @@ def measures() -> None:
             rescaled_tokens(
                 torch.zeros(64, 128, dtype=dtype).requires_grad_(), *how
             ).sum().backward()
+    use = "rows of unit length"
+    unit_rows(torch.zeros(16, 352).requires_grad_()).sum().backward()
     use = "tokens of the experts"
     rescaled_tokens(bf16(64, 128).requires_grad_(), None, None, torch.bfloat16).sum().backward()
     use = "scale of each token"

@@ -142,6 +142,13 @@ def rows_case(draw: Draw) -> Case:
     return Case((draw.ids(-1, 5, 60), 4, 5), {}, (), 0)
 
 
+def unit_case(draw: Draw) -> Case:
+    x = draw.normal(7, 33)
+    x[2] = 0.0
+    x[3] *= 1e-8
+    return Case((x.requires_grad_(),), {}, (x,), 1e-5)
+
+
 def prefix_case(draw: Draw) -> Case:
     before = PrefixMoments.empty(2, 3, 8, device=draw.device, dtype=torch.float32)
     args = (draw.normal(2, 17, 8), draw.ids(0, 3, 2, 17, 1), before)
@@ -275,6 +282,7 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "measure_scale": scale_case,
     "clusters_up_to_last": chosen_case,
     "set_rows": rows_case,
+    "unit_rows": unit_case,
     "measure_prefix": prefix_case,
     "measure_prefix_scale": prefix_scale_case,
     "theorem_weights": theorem_case,

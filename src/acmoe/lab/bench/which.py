@@ -39,7 +39,9 @@ from acmoe.ops.map_attention import map_attention
 from acmoe.ops.norm import add_norm, add_norm_twice
 from acmoe.ops.route import ScaledTokens, route
 from acmoe.ops.route.rescaled import rescaled_tokens
+from acmoe.ops.route.set_rows import set_rows
 from acmoe.ops.sort import Rows, sort_rows
+from acmoe.ops.statistics.chosen import clusters_up_to_last
 from acmoe.ops.statistics.mixed_scale import mixed_scale
 from acmoe.ops.statistics.op import measure_dispersion, measure_scale
 from acmoe.ops.statistics.optimum import theorem_weights
@@ -48,6 +50,7 @@ from acmoe.ops.statistics.prefix import PrefixMoments, Prior
 from acmoe.ops.statistics.prefix.op import measure_prefix, measure_prefix_scale
 from acmoe.ops.statistics.running import update_average, update_average_and_scale
 from acmoe.ops.statistics.scale import ScaleOptions
+from acmoe.ops.unit import unit_rows
 
 
 class Choice(NamedTuple):
@@ -109,6 +112,7 @@ def _layer(x: Tensor, shape: Shape) -> Iterator[Choice]:
         route, ScaledTokens(x), embedding_ED, None, top_k=shape.top_k, over_selected=True
     )
     yield from _ask(rescaled_tokens, x, None, None)
+    yield from _ask(unit_rows, x.float())
     yield from _ask(sort_rows, expert_ids, shape.num_experts)
     experts: dict[str, Any] = {"activation": shape.activation, "complete": True}
     yield from _ask(expert_mlp, x, weights, rows, gate, **experts)
@@ -165,6 +169,8 @@ def _statistics(x: Tensor, shape: Shape) -> Iterator[Choice]:
     )
     yield from _ask(measure_dispersion, x, assignment, clusters, measure="mad")
     yield from _ask(measure_scale, x, assignment, clusters, options, measure="mad")
+    yield from _ask(clusters_up_to_last, assignment[:, None], assignment[:, None], clusters)
+    yield from _ask(set_rows, assignment, 1, clusters)
     moments = PrefixMoments.empty(1, 1, shape.dim, device=x.device, dtype=torch.float32)
     tokens = x[None], assignment[None, :, None], moments
     yield from _ask(measure_prefix, *tokens, measure="mad")
