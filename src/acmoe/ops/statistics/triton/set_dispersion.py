@@ -30,7 +30,9 @@ from acmoe.ops.statistics.triton.dispersion import POISON
 from acmoe.ops.statistics.triton.epilogue import Epilogue, Outputs, cluster_epilogue
 from acmoe.ops.statistics.triton.set_lists import list_tokens_of, tokens_in_order
 
-TILE = 16384  # most elements of a step: 32 for each of 512 threads
+# Most elements of a step: 32 for each of 256 threads, which then have 64 to 80 registers (sm_90a).
+# Three or four programs share a multiprocessor; twice as many threads would leave room for one.
+TILE = 8192
 STEPS = (4, 32)  # fewest and most tokens of a step
 SEARCH = (64, 1024)  # fewest and most tokens that are compared at once to find a list
 
@@ -130,11 +132,11 @@ def _deviations(
     token = tl.load(token_ptr + first, mask=last > first, other=0).to(tl.int64)
     anchor = tl.load(x_ptr + token * D + d, mask=d < exists, other=0.0).to(tl.float32)
     final = first + (tl.maximum(last - first, 1) - 1) // BT * BT  # the step that stays in registers
-    held = _rows_of(x_ptr, token_ptr, final, last, anchor, d, D, BT)
-    total = tl.sum(held, axis=0)
+    total = tl.zeros((BD,), dtype=tl.float32)
     for start in range(first, final, BT):
         total += tl.sum(_rows_of(x_ptr, token_ptr, start, last, anchor, d, D, BT), axis=0)
-    mean = total / tl.maximum(last - first, 1).to(tl.float32)
+    held = _rows_of(x_ptr, token_ptr, final, last, anchor, d, D, BT)
+    mean = (total + tl.sum(held, axis=0)) / tl.maximum(last - first, 1).to(tl.float32)
     spread = _summed(held, mean, final, last, MEASURE, BT)
     for start in range(first, final, BT):
         y = _rows_of(x_ptr, token_ptr, start, last, anchor, d, D, BT)
