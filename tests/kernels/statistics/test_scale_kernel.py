@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from acmoe import AdaptiveConfig
 from acmoe.errors import UserError
 from acmoe.ops.statistics.dispersion import dispersion_and_count
+from acmoe.ops.statistics.op import measure_scale
 from acmoe.ops.statistics.scale import scale_from_dispersion
 from acmoe.ops.statistics.scale_op import ScaleSettings, fused_cluster_scale, scale_op
+from acmoe.routing.statistics import scale_options
 from slow_cases import mostly_slow
 
 pytest.importorskip("triton")
@@ -166,3 +169,16 @@ def test_what_has_no_kernel_is_refused(device: str) -> None:
         fused_cluster_scale(x, assignment, 1, ScaleSettings(measure="iqr"))
     with pytest.raises(UserError, match="rows"):
         fused_cluster_scale(x, assignment, 1, ScaleSettings(normalize="rows"))
+
+
+def test_the_presets_of_the_published_code_have_a_kernel_and_strength_has_none(
+    device: str,
+) -> None:
+    x, assignment = torch.ones(4, 2, device=device), torch.zeros(4, device=device).long()
+    for name in ("paper", "reference-lm", "reference-swin", "reference-soft"):
+        options = scale_options(AdaptiveConfig.preset(name))
+        assert measure_scale.reasons(x, assignment, 1, options, measure="mad")["triton"] is None
+    told = measure_scale.reasons(x, assignment, 1, options._replace(strength=0.5), measure="mad")[
+        "triton"
+    ]
+    assert told is not None and "the optimum of a given strength" in told

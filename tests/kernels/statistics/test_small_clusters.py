@@ -106,6 +106,7 @@ def test_a_block_of_many_experts_is_sorted_in_steps(
     [
         ("running", True, 32 * C, True),  # for the statistics
         ("batch", False, 32 * C, True),  # likewise
+        ("sequence", False, 32 * C, True),
         ("running", False, 32 * C, False),  # nobody reads the order
         ("running", False, 128 * C, True),  # the next router does
     ],

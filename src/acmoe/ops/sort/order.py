@@ -31,7 +31,7 @@ _WITHOUT_GAPS = 128
 class TokenOrder(NamedTuple):
     """The parts of a packed order, as views of it."""
 
-    token: Tensor  # (X,) int32 token in each slot, -1 for none
+    token: Tensor  # (X,) int32 token in each slot, ascending in a cluster; -1 for none
     begin: Tensor  # (C + 1,) int32 first slot of each cluster; entry C: tokens in no cluster
     end: Tensor  # (C + 1,) int32 slot after each cluster's last token
 
