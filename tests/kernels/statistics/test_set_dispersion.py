@@ -15,6 +15,7 @@ from route_cases import sorted_by
 from torch import Tensor
 
 from acmoe.errors import UserError
+from acmoe.ops.statistics import set_op
 from acmoe.ops.statistics.op import measure_dispersion, measure_scale
 from acmoe.ops.statistics.scale import ScaleOptions, scale_from_dispersion
 from acmoe.ops.statistics.scale_op import ScaleSettings
@@ -196,6 +197,7 @@ def test_the_ops_choose_lists_where_they_pay(
     from acmoe.ops.statistics.triton import scale as kernels
 
     calls = []
+    monkeypatch.setattr(set_op, "FEW_CLUSTERS", 2)
     measure = kernels.measure_sets
     monkeypatch.setattr(
         kernels, "measure_sets", lambda *given: (calls.append(len(calls)), measure(*given))
@@ -223,13 +225,14 @@ def test_the_ops_choose_lists_where_they_pay(
 @pytest.mark.parametrize(
     ("sets", "tokens", "clusters", "dim", "is_sorted", "pays"),
     [
-        (48, 512, 16, 352, True, True),
+        (64, 512, 64, 2048, True, True),
+        (48, 512, 32, 352, True, False),  # few clusters
         (32, 512, 512, 2048, False, True),
         (1, 512, 512, 2048, True, False),
-        (8, 4096, 16, 2048, True, False),  # 256 tokens a list
+        (8, 16384, 64, 2048, True, False),  # 256 tokens a list
         (2, 16384, 512, 2048, True, True),
         (2, 16384, 512, 2048, False, False),  # every program would read 16384 clusters
-        (48, 512, 16, 20000, True, False),
+        (48, 512, 64, 20000, True, False),
     ],
 )
 def test_lists_pay_for_short_ones(
