@@ -59,9 +59,7 @@ def experts_forward(
     experts: Any = self
     activation, reason = fused_activation(experts)
     if _serves_few_rows(experts, hidden_states, top_k_index, fused=activation is not None):
-        found: Tensor = batched_mm_experts_forward(
-            self, hidden_states, top_k_index, top_k_weights
-        )
+        found: Tensor = batched_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return found
     weights = expert_weights(experts)
     num_experts = weights.up.shape[0]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import UserError, check
 from acmoe.ops.empty import no_elements
+from acmoe.ops.exporting import exporting
 from acmoe.ops.ones import ones_like
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.reentrant import check_reentrant
@@ -198,7 +199,7 @@ class NextState(nn.Module):
         """
         if not isinstance(self.next_router, AdaptiveConfig) or routing.first is None:
             return None
-        if not order_is_read(routing.first) or torch.compiler.is_exporting():
+        if not order_is_read(routing.first) or exporting():
             return None
         if self.next_router.mix != 1 or not worth_sorting(*routing.affinity.shape):
             return None

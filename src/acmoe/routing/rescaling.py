@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig
+from acmoe.ops.exporting import exporting
 from acmoe.ops.route import ScaledTokens
 from acmoe.routing.counted_states import Calls, count_call
 from acmoe.routing.router import Router, unwrapped
@@ -73,5 +74,5 @@ def count_state(router: Router, state: RoutingState | None) -> None:
     if not torch.compiler.is_compiling():
         if not Calls.passed:  # else there is nothing left to count
             count_call(state is not None, False)
-    elif not torch.compiler.is_exporting():  # an exporter's call is not part of a training
+    elif not exporting():  # an exporter's call is not part of a training
         count_call(state is not None, True)
