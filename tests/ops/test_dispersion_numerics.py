@@ -34,10 +34,15 @@ def test_a_large_common_offset_costs_no_precision(measure: str, generator: torch
     tokens = TokenSet(x_TD, torch.arange(2000) % 2, 2, None)
     # The same float32 numbers in float64; Theorem 1's double loop would take minutes.
     exact = of_tokens(tokens._replace(x=x_TD.double()), measure)
-    # A quartile near 1000 is rounded to the nearest multiple of 2^-14, like the tokens themselves.
-    rounding = 2.0**-14 if measure == "iqr" else 0.0
     found = of_tokens(tokens, measure).double()
-    torch.testing.assert_close(found, exact, rtol=3e-6, atol=rounding)
+    torch.testing.assert_close(found, exact, rtol=3e-6, atol=0.0)
+
+
+def test_the_interquartile_range_of_two_near_tokens_is_half_their_distance() -> None:
+    # They are two units in the last place apart, 2^-14 each. The quartiles, 1000 + 2^-15 and
+    # 1000 + 3 * 2^-15, lie between float32 numbers.
+    x_TD = torch.tensor([[1000.0], [1000.0 + 2**-13]])
+    assert dispersion(x_TD, torch.tensor([0, 0]), 1, measure="iqr").item() == 2**-14
 
 
 @measures

@@ -164,6 +164,14 @@ def test_quartiles_are_exact(dtype: torch.dtype, generator: torch.Generator, dev
     assert torch.equal(count, wanted_count)
 
 
+def test_quartiles_far_from_zero_keep_their_digits(generator: torch.Generator, device: str) -> None:
+    x = (1000 + torch.randn(40, 3, generator=generator)).to(device)
+    assignment = (torch.arange(40) % 7).to(device)  # clusters of 5 and 6 tokens
+    found, _ = fused_dispersion(x, assignment, 7, measure="iqr")
+    wanted, _ = dispersion_and_count(x.double(), assignment, 7, measure="iqr")
+    assert torch.allclose(found.double(), wanted, rtol=1e-6, atol=0.0)
+
+
 def test_quartiles_of_a_cluster_with_a_bad_token_are_nan(device: str) -> None:
     x = torch.arange(12.0, device=device, dtype=torch.float16).view(6, 2)
     x[4, 1] = float("inf")

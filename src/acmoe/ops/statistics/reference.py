@@ -111,22 +111,27 @@ def gini(x_BLD: Tensor, clusters: Clusters) -> Tensor:
 
 
 def iqr(x_BLD: Tensor, clusters: Clusters) -> Tensor:
-    """Interquartile range; quantiles are interpolated linearly between order statistics."""
+    """Interquartile range; quantiles are interpolated linearly between order statistics.
+
+    The differences of values are added up: a quantile would be rounded as the values are, which is
+    much where they lie far from zero and close together.
+    """
     sorted_BLD, _ = sort_within_clusters(x_BLD, clusters)
     count_BC = clusters.tokens[..., 0]
     first_BC = count_BC.cumsum(1) - count_BC
     span_BC = (count_BC - 1).clamp(min=0)
-    last_BC = (first_BC + span_BC).clamp(max=x_BLD.shape[1] - 1)
 
-    def quantile(share: float) -> Tensor:
-        position_BC = (first_BC + share * span_BC).clamp(max=x_BLD.shape[1] - 1)
-        low_BC = position_BC.floor()
-        high_BC = torch.minimum(low_BC + 1, last_BC)
-        low_BCD, high_BCD = (
-            sorted_BLD.gather(1, index_BC.long()[..., None].expand(-1, -1, x_BLD.shape[2]))
-            for index_BC in (low_BC, high_BC)
-        )
-        return low_BCD + (position_BC - low_BC)[..., None] * (high_BCD - low_BCD)
+    def value(rank_BC: Tensor) -> Tensor:
+        index_BC = (first_BC + rank_BC).clamp(max=x_BLD.shape[1] - 1).long()
+        return sorted_BLD.gather(1, index_BC[..., None].expand(-1, -1, x_BLD.shape[2]))
 
-    empty_BC1 = (count_BC == 0)[..., None]
-    return (quantile(0.75) - quantile(0.25)).masked_fill(empty_BC1, 0.0)
+    def quantile(share: float) -> tuple[Tensor, Tensor]:
+        """Return the value below the quantile, and the distance from it to the quantile."""
+        position_BC = share * span_BC
+        rank_BC = position_BC.floor()
+        low_BCD, high_BCD = value(rank_BC), value(torch.minimum(rank_BC + 1, span_BC))
+        return low_BCD, (position_BC - rank_BC)[..., None] * (high_BCD - low_BCD)
+
+    (low_BCD, above_low_BCD), (high_BCD, above_high_BCD) = quantile(0.25), quantile(0.75)
+    range_BCD = (high_BCD - low_BCD) + (above_high_BCD - above_low_BCD)
+    return range_BCD.masked_fill((count_BC == 0)[..., None], 0.0)

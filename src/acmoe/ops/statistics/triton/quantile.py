@@ -107,7 +107,10 @@ def _quantile(
     x_ptr, perm_ptr, first, last, d, D, SHARE: tl.constexpr, BITS: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Return the quantile at SHARE, interpolated linearly, and the number of non-finite values."""
+    """Return the value below the quantile at SHARE, and the distance from it to the quantile.
+
+    Third, return the number of non-finite values.
+    """
     span = tl.maximum(last - first - 1, 0)
     position = span.to(tl.float32) * SHARE
     rank = tl.floor(position).to(tl.int32)
@@ -131,7 +134,8 @@ def _quantile(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     lower = _key_to_float(low, dtype, BITS)
     fraction = position - rank.to(tl.float32)
-    return lower + fraction * (_key_to_float(high, dtype, BITS) - lower), tl.sum(non_finite)
+    above = fraction * (_key_to_float(high, dtype, BITS) - lower)
+    return lower, above, tl.sum(non_finite)
 
 
 @triton.jit
@@ -143,8 +147,9 @@ def _quartile_kernel(
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     first = tl.load(bounds_ptr + segment).to(tl.int32)
     last = tl.load(bounds_ptr + segment + 1).to(tl.int32)
-    lower, non_finite = _quantile(x_ptr, perm_ptr, first, last, d, D, 0.25, BITS, BT, BD)
-    upper, _ = _quantile(x_ptr, perm_ptr, first, last, d, D, 0.75, BITS, BT, BD)
-    iqr = tl.where(last > first, upper - lower, 0.0)
+    low, above_low, non_finite = _quantile(x_ptr, perm_ptr, first, last, d, D, 0.25, BITS, BT, BD)
+    high, above_high, _ = _quantile(x_ptr, perm_ptr, first, last, d, D, 0.75, BITS, BT, BD)
+    # Differences are added up: a quantile would be rounded as its values are, see `reference.iqr`.
+    iqr = tl.where(last > first, (high - low) + (above_high - above_low), 0.0)
     tl.store(iqr_ptr + segment.to(tl.int64) * D + d, iqr, mask=d < D)
     tl.store(non_finite_ptr + tl.program_id(1) * segments + segment, non_finite)
