@@ -271,6 +271,29 @@ def test_the_reason_for_another_form_is_told_and_logged(
     assert f"{type(experts).__name__} runs on grouped GEMMs: {REASONS[family]}" in caplog.text
 
 
+def test_hooks_of_an_activation_run() -> None:
+    experts, call = experts_of("qwen3_moe"), routed(6)
+    experts.act_fn.register_forward_hook(lambda module, args, out: 2 * out)  # type: ignore[union-attr, operator]
+    plain = outcome(experts_of("qwen3_moe"), "acmoe", *call)
+    found = outcome(experts, "acmoe", *call)
+    # The output is linear in the activation.
+    assert_near(found, {name: 2 * value for name, value in plain.items()}, 2e-6)
+    assert "SiLUActivation has hooks" in (acmoe.hf.experts_reason(experts) or "")
+
+
+def test_an_activation_or_gate_of_ones_own_is_called() -> None:
+    class SiLU(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.zeros_like(x)
+
+    experts, call = experts_of("qwen3_moe"), routed(6)
+    experts.act_fn = SiLU()
+    assert not outcome(experts, "acmoe", *call)["out"].any()
+    experts = experts_of("qwen3_moe")
+    experts._apply_gate = lambda h: torch.zeros_like(h[:, : h.shape[1] // 2])  # type: ignore[assignment]
+    assert not outcome(experts, "acmoe", *call)["out"].any()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernels run")
 def test_without_a_gpu_the_device_is_the_reason() -> None:
     reason = acmoe.hf.experts_reason(experts_of("qwen3_moe"))

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 
 from acmoe.errors import check
+from acmoe.models.unmodified import modified
 from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.dispatch import log_once, requested
 from acmoe.ops.experts import ExpertWeights, clamped_swiglu, expert_mlp, expert_mlp_by_parts
@@ -41,6 +42,7 @@ FEW_ROWS = 16
 # Activation modules that the fused kernels know, by class name: with a gate, and without one.
 _GATED = {"SiLUActivation": "swiglu", "SiLU": "swiglu"}
 _UNGATED = {"ReLU": "relu", "GELUActivation": "gelu"}
+_HOMES = ("torch.nn.modules.activation", "transformers.activations")  # modules of these classes
 # Experts whose gate is `clamped_swiglu`: True where gate and up alternate in memory.
 _CLAMPED = {"GptOssExperts": True, "OpenAIPrivacyFilterExperts": False}
 # Names under which configs keep the number of experts of a layer.
@@ -126,19 +128,23 @@ def fused_activation(experts: Any) -> tuple[str | None, str | None]:
         return None, "a norm follows the experts, before the gate weights"
     if experts.has_gate and _clamped(experts):
         return None, "its clamped gate has a kernel of its own, which is not fused with the GEMMs"
-    act = type(getattr(experts, "act_fn", None)).__name__
-    if experts.has_gate and type(experts)._apply_gate.__name__ != "_default_apply_gate":
+    act: Any = type(getattr(experts, "act_fn", None))
+    gate = getattr(experts._apply_gate, "__name__", None) if experts.has_gate else None
+    if experts.has_gate and gate != "_default_apply_gate":
         return None, f"no kernel knows the gate of {type(experts).__name__}"
     known = _GATED if experts.has_gate else _UNGATED
-    if act not in known:
+    if act.__name__ not in known or act.__module__ not in _HOMES:
         gated = "with" if experts.has_gate else "without"
-        return None, f"no kernel knows the activation {act} {gated} a gate"
+        return None, f"no kernel knows the activation {act.__name__} {gated} a gate"
+    change = modified(experts.act_fn, act)
+    if change is not None:
+        return None, f"its {act.__name__} {change}"
     if experts.is_transposed:
         return (
             None,
             "its weights are (E, in, out), and the fused kernels read (E, out, in)",
         )
-    return known[act], None
+    return known[act.__name__], None
 
 
 def expert_weights(experts: Any) -> ExpertWeights:
