@@ -39,6 +39,8 @@ def many(rank: int) -> dict[str, Any]:
         "meshes": meshes(rank),
         "stable": stable(rank),
         "joined": joined(rank),
+        "joined later": joined(rank, before=1),
+        "joined in a given group": joined(rank, given=True),
         "in place": in_place(rank),
     }
 
@@ -147,11 +149,18 @@ def stable(rank: int) -> tuple[Tensor, Tensor]:
     return loss.detach(), score.grad
 
 
-def joined(rank: int) -> str:
-    """Return the error of a loop in which rank 1 has one batch more."""
+def joined(rank: int, *, before: int = 0, given: bool = False) -> str:
+    """Return the error of a loop in which rank 1 has one batch more.
+
+    before: steps that both take before they join. given: the user names the group.
+    """
     model = build("adaptive", FLOAT)
+    if given:
+        acmoe.set_statistics_group(model, dist.group.WORLD)
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number in range(before):
+        step(rank, number, wrapped, optimizer)
     try:
         with wrapped.join():
             for number in range(1 + rank):
@@ -225,7 +234,8 @@ def test_the_balance_loss_of_stable_moe_is_that_of_all_tokens(two: list[dict[str
 
 def test_uneven_numbers_of_batches_are_refused(two: list[dict[str, Any]]) -> None:
     for result in two:
-        assert "give all processes the same number of batches" in result["joined"]
+        for case in ("joined", "joined later", "joined in a given group"):
+            assert "give all processes the same number of batches" in result[case], case
 
 
 def test_a_residual_may_be_added_in_place_to_a_sharded_layer(two: list[dict[str, Any]]) -> None:

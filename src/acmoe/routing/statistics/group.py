@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 ALONE = ""  # name of the group of a process that pools with nobody
 
 _agreed: set[tuple[object, ...]] = set()  # groups and shapes that all ranks were found to share
+# The wrappers around statistics, of which one may begin to join at any time.
+_wrappers: "weakref.WeakKeyDictionary[StepStatistics, list[weakref.ref[nn.Module]]]"
+_wrappers = weakref.WeakKeyDictionary()
 
 
 def group_of(statistics: "StepStatistics") -> str:
@@ -131,6 +134,7 @@ def _find_shards(statistics: "StepStatistics") -> Found | None:
 def _set_found(statistics: "StepStatistics", found: Found) -> None:
     """Give the statistics the group; they lose it with the wrapper that it is known from."""
     statistics.group_name, statistics.found_group, statistics.everywhere = found.name, True, True
+    _wrappers[statistics] = [weakref.ref(wrapper) for wrapper in found.wrappers]
     for wrapper in found.wrappers:
         weakref.finalize(wrapper, _forget_group, weakref.ref(statistics)).atexit = False
 
@@ -179,6 +183,20 @@ def _group_of_replicas(replicas: Sequence[DistributedDataParallel]) -> str:
     return names.pop()
 
 
+def _refuse_joins(statistics: "Sequence[StepStatistics]") -> None:
+    """Raise a UserError if a process may leave the group of these statistics before the others.
+
+    Where the user has set the group, the wrappers are looked for here, once.
+    """
+    replicas = Replicas()
+    for one in statistics:
+        if one not in _wrappers or any(known() is None for known in _wrappers[one]):
+            _wrappers[one] = [weakref.ref(wrapper) for wrapper in around(one, replicas)]
+    for wrapper in {known() for one in statistics for known in _wrappers[one]}:
+        if isinstance(wrapper, DistributedDataParallel):
+            _refuse_join(wrapper)
+
+
 def _refuse_join(wrapper: DistributedDataParallel) -> None:
     config = wrapper._join_config
     check(
@@ -204,6 +222,7 @@ def pool(statistics: "Iterable[StepStatistics]") -> None:
             one.take_own()
         else:
             places.setdefault((name, one.device), []).append(one)
+    _refuse_joins([one for members in places.values() for one in members])
     for (name, _), members in places.items():
         sums = [one.pending_sums() for one in members]
         _check_agreement(name, sums)
