@@ -177,6 +177,15 @@ def test_a_router_that_is_not_called_is_noticed() -> None:
         model.model.layers[1].mlp.gate(torch.zeros(3, 32))
 
 
+def test_layers_in_another_order_than_at_the_attach_are_refused() -> None:
+    model = measured()
+    model.model.layers = nn.ModuleList([model.model.layers[i] for i in (0, 2, 1, 3)])
+    with pytest.raises(UserError, match=r"layers.1.mlp.gate was called after .* attach again"):
+        logits(model, input_ids=ids())
+    acmoe.attach(acmoe.detach(model))
+    assert logits(model, input_ids=ids()).isfinite().all()
+
+
 def test_one_module_in_two_places_is_refused() -> None:
     model = build("mixtral")
     model.model.layers[2] = model.model.layers[1]

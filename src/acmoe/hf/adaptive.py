@@ -163,6 +163,11 @@ class AdaptivePart(nn.Module):
         tape.called.add(self.depth)
         if self.next_state is None:
             return
+        check(
+            repeated or self.depth + 1 not in tape.called,
+            f"{self.name} was called after the router that reads its choice: the layers are not in "
+            "the order in which acmoe.attach found them; call acmoe.detach(model) and attach again",
+        )
         config = self.next_state.next_router
         assert isinstance(config, AdaptiveConfig)
         # Gradient checkpointing repeats the call. The state of the first time stays; a state with
