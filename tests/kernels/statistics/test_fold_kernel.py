@@ -89,6 +89,17 @@ def exact(before: Buffers, momentum: float, options: ScaleOptions) -> tuple[list
     return averages, weights, scales
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_without_momentum_the_average_is_the_batch_whatever_it_was(
+    backend: str, device: str
+) -> None:
+    before = Buffers(2, 3, device)
+    before.average.fill_(1e8)  # float32 numbers lie 8 apart there: 0.75 - 1e8 is -1e8
+    before.last.fill_(0.75)
+    before.count.fill_(4.0)
+    assert (before.folded(backend, 0.0, None).average == 0.75).all()
+
+
 @given(
     clusters=st.integers(1, 5),
     dim=st.integers(1, 70),

@@ -33,6 +33,8 @@ def update_average(
     # torch.where instead of a share of 0: 0 * NaN would carry a NaN of the batch into the average.
     used_C1 = torch.isfinite(last_CX).all(-1, keepdim=True) & (share_C1 > 0)
     mixed_CX = average_CX + share_C1 * (last_CX - average_CX)
+    # A share of 1 (momentum 0) takes the batch as it is: a far larger average would round it away.
+    mixed_CX = torch.where(share_C1 == 1, last_CX, mixed_CX)
     average_CX.copy_(torch.where(used_C1, mixed_CX, average_CX))
     weight_C.copy_(torch.where(used_C1[:, 0], total_C, weight_C))
     count_C.zero_()

@@ -62,7 +62,8 @@ def _update_running_kernel(
     share = count / tl.where(count >= 2, total, 1.0)  # the divisor is total >= 2, or 1
     not_finite = tl.max(tl.where(tl.abs(last) < float("inf"), 0, 1))
     accept = (count >= 2) & (share > 0) & (not_finite == 0)
-    average = tl.where(accept, average + share * (last - average), average)
+    mixed = tl.where(share == 1, last, average + share * (last - average))
+    average = tl.where(accept, mixed, average)
     weight = tl.where(accept, total, weight)
     tl.store(average_ptr + c * D + d, average, mask=valid)
     tl.store(weight_ptr + c, weight)
