@@ -1,12 +1,17 @@
 """`key=value` on dotted names: what it reaches, and the one line for everything it cannot."""
 
+import contextlib
+from functools import reduce
+
 import pytest
 
+from acmoe.config.images.train import VisionRunConfig, override_vision_run
 from acmoe.config.overrides import keys
 from acmoe.config.routing import AdaptiveConfig, SMoEConfig, StableConfig
 from acmoe.config.text.language import LANGUAGE_MODELS
 from acmoe.config.text.train import RunConfig, override_run
 from acmoe.errors import UserError
+from acmoe.recipes import recipe
 
 RUN = RunConfig(model=LANGUAGE_MODELS["switch-nano"].config, steps=10, batch=4, lr=1e-3)
 
@@ -50,6 +55,21 @@ def test_stablemoe_learns_the_vocabulary_the_model_ends_up_with() -> None:
     for pairs in (("model.router=stable", "model.vocab_size=99"), ("model.vocab_size=99",)):
         run = override_run(override_run(RUN, ("model.router=stable",)), pairs)
         assert run.model.router == StableConfig(vocab_size=99)
+
+
+@pytest.mark.parametrize("recipe_name", ["switch-nano-acmoe", "swin-nano-acmoe", "softmoe-nano"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_no_number_of_a_run_is_nan_or_infinite(recipe_name: str, value: str) -> None:
+    # JSON has neither: config.json could not be written, and training ended in a traceback.
+    run = recipe(recipe_name)
+    override = override_vision_run if isinstance(run, VisionRunConfig) else override_run
+    accepted = {}
+    for key in keys(run):
+        for count in (1, 2, 3):  # some settings are pairs or triples of numbers
+            pair = f"{key}={','.join([value] * count)}"
+            with contextlib.suppress(UserError):
+                accepted[pair] = reduce(getattr, key.split("."), override(run, [pair]))  # type: ignore
+    assert {pair: found for pair, found in accepted.items() if not isinstance(found, str)} == {}
 
 
 def test_nothing_asked_is_nothing_changed() -> None:

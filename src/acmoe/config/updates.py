@@ -3,7 +3,7 @@
 import re
 from typing import Literal, Protocol
 
-from acmoe.errors import check, check_choice, check_not_negative, check_positive
+from acmoe.errors import check, check_choice, check_not_negative, check_positive, is_finite
 
 Precision = Literal["fp32", "bf16"]
 
@@ -54,7 +54,10 @@ def check_updates(run: UpdateSettings, *, rows: str) -> None:
     check_positive(run.eps, "eps")
     for beta in run.betas:
         check(0 <= beta < 1, f"betas={run.betas}; both must lie in [0, 1)")
-    check(run.clip is None or run.clip > 0, f"clip={run.clip}; it must be positive, or none")
+    check(
+        run.clip is None or (is_finite(run.clip) and run.clip > 0),
+        f"clip={run.clip}; it must be positive and finite, or none",
+    )
     check_choice(run.schedule, ("constant", "cosine"), "schedule")
     check_choice(run.precision, ("fp32", "bf16"), "precision")
     check(run.min_lr <= run.lr, f"min_lr={run.min_lr} exceeds lr={run.lr}; lower it")

@@ -13,6 +13,7 @@ from acmoe.errors import (
     check_distinct,
     check_not_negative,
     check_positive,
+    is_finite,
 )
 
 Order = Literal["shuffled", "stored"]
@@ -87,8 +88,12 @@ class ImageDataConfig:
         )
         check_not_negative(self.seed, "data.seed")
         check(self.threads >= 1, f"data.threads={self.threads}; it must be at least 1")
+        for mean in self.mean or ():
+            check(is_finite(mean), f"data.mean={self.mean}; each must be finite")
         for std in self.std or ():
-            check(std > 0, f"data.std={self.std}; each must be positive")
+            check(
+                is_finite(std) and std > 0, f"data.std={self.std}; each must be positive and finite"
+            )
 
     @property
     def shorter_side(self) -> int:
@@ -141,7 +146,10 @@ class AugmentConfig:
             least, most = self.crop
             check(0 < least <= most <= 1, f"augment.crop={self.crop}; need 0 < least <= most <= 1")
         low, high = self.ratio
-        check(0 < low <= high, f"augment.ratio={self.ratio}; need 0 < least <= most")
+        check(
+            0 < low <= high and is_finite(high),
+            f"augment.ratio={self.ratio}; need 0 < least <= most, both finite",
+        )
         for name in ("flip", "erase", "switch"):
             value = getattr(self, name)
             check(0 <= value <= 1, f"augment.{name}={value}; a probability lies in [0, 1]")

@@ -22,7 +22,14 @@ from acmoe.config.routing import (
     StableConfig,
     base_router,
 )
-from acmoe.errors import UserError, check, check_choice, check_not_negative, check_positive
+from acmoe.errors import (
+    UserError,
+    check,
+    check_choice,
+    check_not_negative,
+    check_positive,
+    is_finite,
+)
 
 # Swin-MoE's gate: softmax over all experts, not renormalised over the selected ones, with noise
 # in training.
@@ -90,6 +97,10 @@ class SwinConfig:
         check_not_negative(self.z, "z")
         check_positive(self.init_std, "init_std")
         check_capacity(self.capacity_factor)
+        check(
+            self.capacity_factor is None or is_finite(self.capacity_factor),
+            f"capacity_factor={self.capacity_factor}; it must be finite, or none to drop no token",
+        )
         self._check_stages()
         self._check_router()
         self._check_size()
