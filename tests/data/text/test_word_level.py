@@ -146,3 +146,24 @@ def test_a_corpus_without_a_word_is_refused(tmp_path: Path) -> None:
 def test_a_split_of_one_token_predicts_nothing_and_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"valid\.txt holds 1 token; expected two or more"):
         tokenise(tmp_path, "a b\n", "\n", "a\n")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("train.txt", "train_00.txt"), "train.txt and train_00.txt"),
+        (("train_00.txt", "train_01.txt.xz"), "train_00.txt and train_01.txt.xz"),
+        (("train_00.txt", "train_01.txt"), ""),
+        (("train.txt", "train_notes.txt"), ""),
+    ],
+)
+def test_no_part_of_a_text_is_left_out_in_silence(
+    tmp_path: Path, names: tuple[str, ...], said: str
+) -> None:
+    for name in (*names, "valid.txt", "test.txt"):
+        (tmp_path / name).write_text("a b\n")
+    if not said:
+        assert len(find_word_files(tmp_path)["train"]) == (2 if "train_01.txt" in names else 1)
+        return
+    with pytest.raises(UserError, match=f"holds {said} for the train text"):
+        find_word_files(tmp_path)

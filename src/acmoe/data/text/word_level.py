@@ -5,6 +5,7 @@ order. A second pass, over the numbers only, replaces rare words and writes the 
 """
 
 import logging
+import re
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,14 +44,33 @@ def find_word_files(source: Path | Mapping[str, Path]) -> dict[str, list[Path]]:
 
 def _split_files(folder: Path, split: str) -> list[Path]:
     names = (f"wiki.{split}.tokens", f"{split}.txt")
-    if found := find_file(folder, names):
-        return [found]
-    for suffix in SUFFIXES:
-        if parts := sorted(folder.glob(f"{split}_*.txt{suffix}")):
-            return parts
+    whole = find_file(folder, names)
+    kinds = [sorted(folder.glob(f"{split}_*.txt{suffix}")) for suffix in SUFFIXES]
+    kinds = [parts for parts in kinds if parts]
+    if whole is not None:
+        numbered = [part for parts in kinds for part in parts if _is_numbered(part, split)]
+        _check_one_form(whole, numbered[:1], split)
+        return [whole]
+    if kinds:
+        _check_one_form(kinds[0][0], [parts[0] for parts in kinds[1:]], split)
+        return kinds[0]
     raise UserError(
         f"{folder} has no {split} text; expected {' or '.join(names)} or {split}_*.txt,"
         " plain, .xz or .gz"
+    )
+
+
+def _is_numbered(path: Path, split: str) -> bool:
+    return re.fullmatch(rf"{split}_\d+\.txt.*", path.name) is not None
+
+
+def _check_one_form(found: Path, others: Sequence[Path], split: str) -> None:
+    """Raise a UserError if a split's text is there in a second form, which would not be read."""
+    names = " and ".join(path.name for path in (found, *others))
+    check(
+        not others,
+        f"{found.parent} holds {names} for the {split} text, and one form of it is read: whole or "
+        "in parts, all plain, .xz or .gz; remove the others, or make them alike",
     )
 
 
