@@ -41,7 +41,7 @@ class TrainLoop:
         if self.started is not None:
             self.started(step)
         self.display.begin(step, self.log)
-        for note in notes:
+        for note in (*self.trainer.notes, *notes):
             self.display.say(note)
         return step
 

@@ -109,6 +109,11 @@ class Trainer(ABC):
         return self.schedule.steps
 
     @property
+    def notes(self) -> Sequence[str]:
+        """Lines for the log that say what a user should know of the run's settings."""
+        return ()
+
+    @property
     @abstractmethod
     def per_step(self) -> int:
         """The number of tokens or images in an update, of all processes."""

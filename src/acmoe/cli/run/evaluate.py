@@ -88,6 +88,7 @@ class Evaluate:
             else:
                 report = self._text(ranks, str(device))
                 self._print(report, lambda: _show(report), ranks)
+                self._say_lookahead(report, ranks)
         return 0
 
     def _save(self, document: dict[str, Any]) -> Path | None:
@@ -115,6 +116,18 @@ class Evaluate:
         show()
         if path is not None:
             print(f"wrote {path}, which `acmoe report` shows")
+
+    def _say_lookahead(self, report: "LanguageReport", ranks: "Ranks") -> None:
+        """Say on standard error which of the printed scores depend on later tokens."""
+        from acmoe.evaluate.lookahead import lookahead_in_scores
+        from acmoe.evaluate.run import open_run
+
+        if not ranks.first:
+            return
+        modes = dict.fromkeys(figure.statistics for figure in report.figures)
+        console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        for line in lookahead_in_scores(open_run(self.folder).config.model.router, modes):
+            console.print(line)
 
     def _images(self, ranks: "Ranks", device: str) -> "RunReport":
         from acmoe.config.images.data import ImageEvaluateConfig, parse_capacity

@@ -27,6 +27,7 @@ from acmoe.evaluate.language import (
     statistics_modes,
 )
 from acmoe.evaluate.language_report import Score, metric_of
+from acmoe.evaluate.lookahead import lookahead_in_training
 from acmoe.evaluate.run import open_corpus
 from acmoe.fast.memory import StaticMemory
 from acmoe.fast.text import memory_dtype
@@ -102,6 +103,11 @@ class TextTrainer(Trainer):
             "a PipelineTrainer trains stages"
         )
         return new_model(config), config.router_sgd
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Say where the routing depends on later tokens."""
+        return lookahead_in_training(self.config.model.router)
 
     @property
     def per_step(self) -> int:
