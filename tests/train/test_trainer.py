@@ -9,11 +9,14 @@ import torch
 from counted_updates import statistics_updated
 
 from acmoe.config.text.train import RunConfig
+from acmoe.data.text.corpus import load_corpus
+from acmoe.errors import UserError
 from acmoe.evaluate.run import open_corpus
 from acmoe.fast.text import FastRunner
 from acmoe.routing.baselines.stable import StableRouter
+from acmoe.train.run import train
 from acmoe.train.text import TextTrainer
-from tiny_runs import byte_corpus, tiny_run
+from tiny_runs import QUIET, byte_corpus, tiny_run
 
 
 def trainer_of(config: RunConfig) -> TextTrainer:
@@ -101,6 +104,19 @@ def test_stablemoe_freezes_its_routing_after_a_tenth_of_the_steps(tmp_path: Path
     light = routers[0].light_tokens.weight.detach().clone()
     trainer.update(5, record=False)
     assert torch.equal(light, routers[0].light_tokens.weight)
+
+
+def test_rows_that_the_validation_text_does_not_fill_are_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    corpus = byte_corpus(tmp_path)
+    valid = len(load_corpus(corpus)["valid"])
+    whole = ("eval_tokens=none", "steps=1")
+    train(tiny_run(corpus, *whole, f"eval_batch={valid - 1}"), tmp_path / "run", console=QUIET)
+    config = tiny_run(corpus, *whole, f"eval_batch={valid}")
+    with pytest.raises(UserError, match=f"eval_batch={valid} rows .* has {valid - 1:,}; lower"):
+        train(config, tmp_path / "other", console=QUIET)
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_gradient_is_clipped_to_the_norm_asked_for(tmp_path: Path) -> None:

@@ -263,7 +263,13 @@ def new_model(config: RunConfig) -> LanguageModel:
 
 
 def checked_corpus(config: RunConfig) -> Corpus:
-    """Open the run's corpus, and check that the model's vocabulary has its size."""
+    """Open the run's corpus, and check that the model's vocabulary and the validation fit it."""
     corpus = open_corpus(config.data)
     check_vocabulary(config.model.vocab_size, corpus)
+    predictions = len(corpus["valid"][: config.eval_tokens]) - 1
+    check(
+        predictions >= config.eval_batch,
+        f"eval_batch={config.eval_batch} rows need a prediction each, and the validation text of "
+        f"{corpus.title} has {predictions:,}; lower eval_batch",
+    )
     return corpus
