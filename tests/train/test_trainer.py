@@ -106,6 +106,19 @@ def test_stablemoe_freezes_its_routing_after_a_tenth_of_the_steps(tmp_path: Path
     assert torch.equal(light, routers[0].light_tokens.weight)
 
 
+@pytest.mark.parametrize("router", ["adaptive", "random"])
+def test_a_gate_below_a_rescaling_router_has_a_bias_only_if_the_run_asks_for_it(
+    tmp_path: Path, router: str
+) -> None:
+    corpus = byte_corpus(tmp_path)
+    sizes = []
+    for bias in ("true", "false"):
+        config = tiny_run(corpus, f"model.router.base.bias={bias}", router=router)
+        trainer = trainer_of(config)
+        sizes.append(sum(one.numel() for one in trainer.model.parameters()))
+    assert sizes[0] - sizes[1] == 3 * 4  # three layers of four experts
+
+
 def test_rows_that_the_validation_text_does_not_fill_are_refused_before_the_first_step(
     tmp_path: Path,
 ) -> None:

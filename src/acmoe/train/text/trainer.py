@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from acmoe.config.text.language import language_router
+from acmoe.config.text.language import with_vocabulary
 from acmoe.config.text.train import RunConfig
 from acmoe.data.text.corpus import Corpus
 from acmoe.data.text.loader import Batch, TrainingBatches
@@ -258,7 +258,7 @@ class TextTrainer(Trainer):
 
 def new_model(config: RunConfig) -> LanguageModel:
     """Build the model of a run on the CPU."""
-    router = language_router(config.model.router, config.model)
+    router = with_vocabulary(config.model.router, config.model.vocab_size)
     return cast(LanguageModel, build_model(replace(config.model, router=router)))
 
 
