@@ -72,6 +72,27 @@ def test_no_number_of_a_run_is_nan_or_infinite(recipe_name: str, value: str) -> 
     assert {pair: found for pair, found in accepted.items() if not isinstance(found, str)} == {}
 
 
+@pytest.mark.parametrize("key", ["model.router.vocab_size", "model.router.base.vocab_size"])
+def test_stablemoe_takes_no_other_vocabulary_than_the_models(key: str) -> None:
+    router = ["model.router=stable"]
+    if "base" in key:
+        router = ["model.router=adaptive", "model.router.base=stable"]
+    run = override_run(RUN, router)
+    assert override_run(RUN, [*router, f"{key}=256"]) == run
+    with pytest.raises(UserError, match=f"{key}=300: .* of which there are 256; leave it out"):
+        override_run(RUN, [*router, f"{key}=300"])
+
+
+def test_a_warmup_in_updates_is_whole() -> None:
+    run = recipe("swin-nano")
+    assert isinstance(run, VisionRunConfig)
+    assert override_vision_run(run, ["warmup=3"]).warmup_updates(20) == 3
+    # 0.5 was rounded to no warmup at all; in epochs of 20 updates it is 10 of them.
+    with pytest.raises(UserError, match=r"warmup=0\.5 is a number of updates, as steps=240 is"):
+        override_vision_run(run, ["warmup=0.5"])
+    assert override_vision_run(run, ["epochs=2", "warmup=0.5"]).warmup_updates(20) == 10
+
+
 def test_nothing_asked_is_nothing_changed() -> None:
     assert override_run(RUN, ()) == RUN
 

@@ -145,8 +145,14 @@ def override_vision_run(config: R, pairs: Sequence[str]) -> R:
                 f"the run counted its warmup={config.warmup:g} in {other}; with {own}, give warmup "
                 f"in {own} too",
             )
-    return override(
+    changed = override(
         config,
         (*pairs, *added),
         named=lambda owner, name, value: vision_router(value, config.model),
     )
+    check(
+        changed.steps is None or changed.warmup == int(changed.warmup),
+        f"warmup={changed.warmup:g} is a number of updates, as steps={changed.steps} is; make it "
+        "whole, or give epochs in place of steps",
+    )
+    return changed

@@ -116,4 +116,11 @@ def override_run(config: RunConfig, pairs: Sequence[str]) -> RunConfig:
     )
     model = changed.model
     router = with_vocabulary(model.router, model.vocab_size)
+    for key in ("model.router.vocab_size", "model.router.base.vocab_size"):
+        given = next((pair for pair in pairs if pair.startswith(f"{key}=")), None)
+        check(
+            given in (None, f"{key}={model.vocab_size}", f"{key}=none"),
+            f"{given}: the router reads the token ids of the model, of which there are "
+            f"{model.vocab_size}; leave it out, or set model.vocab_size",
+        )
     return replace(changed, model=replace(model, router=router))
