@@ -187,6 +187,13 @@ def test_measures_of_routing_are_those_of_the_recorded_choices(tmp_path: Path) -
     assert report.figure().layers[0].instability is None
 
 
+def test_a_model_without_moe_layers_has_no_routing_to_measure(tmp_path: Path) -> None:
+    corpus, model = load_corpus(byte_corpus(tmp_path)), model_of(layers=("ffn",))
+    assert evaluate(model, EvaluateConfig(), corpus=corpus).figure().layers == ()
+    with pytest.raises(UserError, match="the model has no MoE layer to measure; leave it out"):
+        evaluate(model, EvaluateConfig(routing=True), corpus=corpus)
+
+
 def test_padding_enters_no_measure_of_routing(tmp_path: Path) -> None:
     stream = np.asarray(load_corpus(byte_corpus(tmp_path))["test"][:48])
     model = model_of("smoe")

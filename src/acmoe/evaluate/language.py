@@ -56,6 +56,10 @@ def evaluate(
     """
     config = config or EvaluateConfig()
     model, corpus, step, precision = _open(source, config, corpus, device)
+    check(
+        not config.routing or model.config.num_moe_layers > 0,
+        "routing=True, and the model has no MoE layer to measure; leave it out",
+    )
     block, metric = config.block or model.config.block, metric_of(corpus)
     texts, swaps = _texts(corpus, config)
     scorer = _Scorer(model, corpus.title, config, block, precision, progress, ranks)
