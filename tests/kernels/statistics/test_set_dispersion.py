@@ -216,9 +216,9 @@ def test_the_ops_choose_lists_where_they_pay(
 
     twice = measure_scale(x, assignment, 3, OPTIONS._replace(transform=doubled), measure="mad")
     assert torch.equal(twice, 2 * scale)
-    order = order_of(assignment[:1], 3, None)
+    order, before = order_of(assignment[:1], 3, None), len(calls)
     one_set = measure_scale(x[:1], assignment[:1], 3, OPTIONS, measure="mad", order=order)
-    assert len(calls) == 3 and one_set.shape == (1, 3, 5)
+    assert len(calls) == before and one_set.shape == (1, 3, 5)
     torch.testing.assert_close(one_set, scale[:1], rtol=1e-5, atol=0)
 
 
