@@ -1,5 +1,6 @@
 """Build a router from a config or its name."""
 
+import logging
 from functools import singledispatch
 from typing import Any
 
@@ -19,6 +20,7 @@ from acmoe.config.routing import (
     router_config,
 )
 from acmoe.errors import UserError, check
+from acmoe.ops.dispatch import log_once
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import (
     CosineRouter,
@@ -81,6 +83,12 @@ def new_router(config: RouterConfig, **options: Any) -> Router:
 
 @new_router.register
 def _(config: AdaptiveConfig, **options: Any) -> Router:
+    if not config.detach and config.mix == 1 and config.modes.train == "running":
+        log_once(
+            "detach=False changes nothing in training with statistics='running': its scale is an "
+            "average over past steps, which has no gradient; use statistics='batch'",
+            logging.WARNING,
+        )
     return AdaptiveRouter(config, new_router(config.base, **options))
 
 

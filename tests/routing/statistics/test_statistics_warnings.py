@@ -49,6 +49,29 @@ def test_prefix_statistics_without_an_average_are_not_called_plain(
     assert "its scale is that of each sequence alone" in logged.messages[0]
 
 
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({}, True),  # running statistics are the default
+        ({"eval_statistics": "batch"}, True),
+        ({"statistics": "batch", "eval_statistics": "running"}, False),
+        ({"mix": 2}, False),  # the shares of the clusters have a gradient
+        ({"detach": True}, False),
+    ],
+)
+def test_a_scale_without_gradient_warns_where_one_is_wanted(
+    options: dict[str, Any], warns: bool, logged: pytest.LogCaptureFixture
+) -> None:
+    config = AdaptiveConfig(**{"detach": False, **options})
+    moe = MoE(dim=D, hidden=4, num_experts=C, top_k=1, router=config)
+    assert [line.partition(" in ")[0] for line in logged.messages] == (
+        ["detach=False changes nothing"] if warns else []
+    )
+    _, state = moe(tokens(0).requires_grad_())
+    of_batch = config.modes.train == "batch" and not config.detach
+    assert state.scale.requires_grad == of_batch
+
+
 def test_evaluation_of_a_trained_layer_says_nothing(logged: pytest.LogCaptureFixture) -> None:
     moe = layer()
     train(moe, torch.optim.SGD(moe.parameters(), lr=0.1), 0)
