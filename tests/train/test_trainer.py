@@ -93,14 +93,23 @@ def test_statistics_are_folded_in_once_per_update(
     assert all(statistics.weight.sum() > 0 for statistics in updated)
 
 
-def test_stablemoe_freezes_its_routing_after_a_tenth_of_the_steps(tmp_path: Path) -> None:
-    trainer = trainer_of(tiny_run(byte_corpus(tmp_path), "model.router=stable", "steps=20"))
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (20, [{1}, {1}, {2}, {2}]),  # 20 / 10 = 2 steps of stage one
+        (5, [{1}, {2}, {2}, {2}]),  # one step: routers that never learned would stay random
+    ],
+)
+def test_stablemoe_freezes_its_routing_after_a_tenth_of_the_steps(
+    tmp_path: Path, steps: int, expected: list[set[int]]
+) -> None:
+    trainer = trainer_of(tiny_run(byte_corpus(tmp_path), "model.router=stable", f"steps={steps}"))
     routers = [module for module in trainer.model.modules() if isinstance(module, StableRouter)]
     stages = []
     for step in range(1, 5):
         trainer.update(step, record=False)
         stages.append({router.stage for router in routers})
-    assert stages == [{1}, {1}, {2}, {2}]  # 20 / 10 = 2 steps of stage one
+    assert stages == expected
     light = routers[0].light_tokens.weight.detach().clone()
     trainer.update(5, record=False)
     assert torch.equal(light, routers[0].light_tokens.weight)

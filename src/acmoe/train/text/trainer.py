@@ -49,7 +49,7 @@ from acmoe.train.text.memory import (
 from acmoe.train.trainer import Trainer, eager
 from acmoe.train.update import Update
 
-STABLE_STAGE_ONE = 10  # StableMoE learns its routing in the first tenth of the steps
+STABLE_STAGE_ONE = 10  # StableMoE learns its routing in a tenth of the steps, at least in one
 
 
 class TextValidation(NamedTuple):
@@ -116,7 +116,7 @@ class TextTrainer(Trainer):
 
     def update(self, step: int, *, record: bool) -> Update:
         """Take an optimizer step; freeze StableMoE's routers at the end of their first stage."""
-        if step == self.config.steps // STABLE_STAGE_ONE + 1:
+        if step == max(1, self.config.steps // STABLE_STAGE_ONE) + 1:
             frozen = freeze_stable_routers(self.model)
             if frozen and self.graph is not None:
                 self.graph.forget()  # graphs captured so far train the routers
