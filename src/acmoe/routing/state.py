@@ -60,7 +60,7 @@ class RoutingState(_StateFields):
     membership   (T, J) weights of those clusters, summing to one
     scale        (C, D) diagonals of M. If the next router takes its own statistics: ones, and zeros
                  for clusters after the last that a token chose (`AdaptiveConfig.mean_over`).
-    aux_loss     () float32 sum of the auxiliary losses of the MoE layers so far
+    aux_loss     () sum, at least in float32, of the auxiliary losses of the MoE layers so far
     order        int32 packed `TokenOrder`: the tokens sorted by `assignment`
                  (ops/sort/order.py); empty: not sorted. It only saves time: results without it are
                  the same up to rounding.
