@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 VERSION_TESTS := tests/test_floors.py tests/config tests/storage tests/routing tests/examples \
   tests/cli/test_commands.py tests/train/test_resume.py tests/test_golden_run.py \
   tests/test_plain_model.py tests/models/test_decoder.py tests/models/test_decoder_context.py \
-  tests/analyze/test_figure_files.py
+  tests/ops/test_cross_entropy.py tests/analyze/test_figure_files.py
 QUICK := -m "not slow and not gpu and not faults"
 INSTALL := -m pip install --quiet --disable-pip-version-check
 EVERYTHING := -e '.[dev,hf,vision,data]'

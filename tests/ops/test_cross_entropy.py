@@ -37,6 +37,22 @@ def test_the_loss_of_two_words_is_the_one_worked_out_by_hand() -> None:
     assert loss.item() == pytest.approx((math.log(4 / 3) + math.log(2)) / 2, rel=1e-6)
 
 
+# The compiler itself makes an instance of a torch.autograd.Function while it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_loss_has_the_gradients_of_the_plain_form() -> None:
+    """Dynamo of torch 2.11 drops the gradient of a result that was added up in place."""
+    x, weight, bias, targets = inputs(0, 7, 11)
+    plain = cross_entropy_reference(x, weight, bias, targets, torch.ones(7, dtype=torch.bool))
+    wanted = torch.autograd.grad(plain, (x, weight, bias))
+    compiled = torch.compile(chunked_cross_entropy, fullgraph=True, backend="eager")
+    loss = compiled(x, weight, bias, targets, chunk=3)
+    torch.testing.assert_close(loss, plain, rtol=1e-12, atol=1e-13)
+    found = torch.autograd.grad(loss, (x, weight, bias))
+    for one, expected in zip(found, wanted, strict=True):
+        assert expected.abs().max() > 0.01
+        torch.testing.assert_close(one, expected, rtol=1e-10, atol=1e-12)
+
+
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10**6),

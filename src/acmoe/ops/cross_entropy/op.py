@@ -240,7 +240,8 @@ class _SumOfLosses(torch.autograd.Function):
             rows = slice(start, start + chunk)
             keep_N = None if keep_T is None else keep_T[rows]
             losses_N, grad_NV = cross_entropy_chunk(x_TA[rows], weight_VA, targets_T[rows], keep_N)
-            total += _masked(losses_N, keep_N).sum()
+            # Not in place: Dynamo of torch 2.11 gives such a result a gradient of zero, in silence.
+            total = total + _masked(losses_N, keep_N).sum()
             if grad_x_TD is not None:
                 grad_x_TD[rows] = grad_NV @ weight_VA[:, :features]
             if grad_VA is not None:
