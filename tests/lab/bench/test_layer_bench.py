@@ -275,6 +275,7 @@ def test_a_shape_may_have_other_numbers_of_tokens() -> None:
     ("name", "reason"),
     [
         ("tiny@", "give a number of tokens after @"),
+        ("tiny@32+skew", r"the load before it, as in tiny\+skew@32$"),
         ("tiny@0", "cannot have 0 tokens"),
         ("8192x4096x14336x8", "give your own as TOKENSxFEATURES"),
         ("8192x4096x14336x8xtwo", "give your own as TOKENSxFEATURES"),

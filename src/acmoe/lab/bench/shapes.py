@@ -124,7 +124,11 @@ def find_shape(name: str) -> Shape:
     """
     known, at, tokens = name.partition("@")
     if at:
-        check(tokens.isdecimal(), f"shape {name!r}: give a number of tokens after @")
+        check(
+            tokens.isdecimal(),
+            f"shape {name!r}: give a number of tokens after @, and the load before it, as in "
+            f"tiny{_LOAD}{SKEW}@32",
+        )
         return with_tokens(find_shape(known), _size(tokens, name))
     known, plus, load = name.partition(_LOAD)
     if plus:
